@@ -72,13 +72,13 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
     async def act(app: HostedApp) -> tuple[int, int]:
         engine.warm, model = True, app.repository.models["m"]
         tasks = [asyncio.create_task(app.answer(INFER)) for _ in range(4)]
-        while model.unanswered < 4 or model.waiting > 3:  # the engine has one
+        while model.unanswered < 4 or model.batcher.waiting > 3:  # the engine has one
             await asyncio.sleep(0)
-        before = model.waiting
+        before = model.batcher.waiting
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        after = model.waiting
+        after = model.batcher.waiting
         engine.gate.set()
         return before, after
 

@@ -209,10 +209,12 @@ class Runner:
         stack: Stack,
         split: Splitter,
         clock_us: Callable[[], int],
+        queue: RequestQueue,
         *,
         overlaps: bool = True,
     ) -> None:
         self.engine = engine
+        self.queue = queue
         self.running: Sequence[Pending] = ()
         self.wake = threading.Lock()
         self.wake.acquire()
@@ -220,7 +222,7 @@ class Runner:
         self.since_us: int | None = None
         self.busy_us = 0
         self.lost = False
-        self.retired = False  # it gets no more batches
+        self.retired = False  # it ends once its queue is empty
         self.closes = False  # whether its thread closes the engine at its end
         self._name = name
         self._stack = stack
@@ -386,29 +388,28 @@ class Batcher(Closing):
         self._stack = buckets.stack if buckets else stack
         self._retired: list[Runner] = []  # those of replaced engines that may still run
         self._threads: list[threading.Thread] = []
-        self._workers = self._start(engines, steering)
+        with self._lock:
+            self._workers = self._start(engines, steering)
 
     def _start(self, engines: Sequence[Engine], steering: Steering | None) -> list[Runner]:
-        """Return a runner for each engine, whose thread has started. Raises RuntimeError."""
-        name, join, split, clock_us = self._name, self._stack, self._split, self._clock_us
-        overlaps = steering is None
-        workers = [Runner(each, name, join, split, clock_us, overlaps=overlaps) for each in engines]
+        """Return runners of a new queue; their threads wait for our lock. Raises RuntimeError."""
+        queue = RequestQueue(self.policy)
+        common = self._name, self._stack, self._split, self._clock_us, queue
+        workers = [Runner(each, *common, overlaps=steering is None) for each in engines]
         try:
             for number, worker in enumerate(workers):
-                about = f"engine {name} {number}"
-                thread = threading.Thread(
-                    target=self._work, args=(worker,), name=about, daemon=True
-                )
+                name = f"engine {self._name} {number}"
+                thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError:  # the system has no more threads
-            with self._lock:
-                self._retire(workers)
+            self._retire(workers)
             raise
+        self._queue = queue
         return workers
 
     def _retire(self, workers: Sequence[Runner]) -> None:
-        """Let the threads end after the batches that they run. Needs the lock."""
+        """Let the threads end once their queue is empty. Needs the lock."""
         for worker in workers:
             worker.retired = True
             if worker in self._idle:
@@ -423,8 +424,12 @@ class Batcher(Closing):
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests in the queue, not yet with an engine."""
-        return self._queue.count
+        """Return the number of requests in the queues, not yet with an engine."""
+        return sum(queue.count for queue in self._queues)
+
+    @property
+    def _queues(self) -> set[RequestQueue]:
+        return {worker.queue for worker in (*self._retired, *self._workers)}
 
     def take_most_waiting(self) -> int:
         """Return the largest number of waiting requests since the last call."""
@@ -437,7 +442,7 @@ class Batcher(Closing):
     def unanswered(self) -> int:
         """Return the number of requests accepted and not delivered: waiting or with an engine."""
         with self._lock:
-            return self._queue.count + sum(
+            return self.waiting + sum(
                 not request.finished
                 for worker in (*self._retired, *self._workers)
                 for request in worker.running
@@ -475,7 +480,7 @@ class Batcher(Closing):
             request.error = device_lost(self._name)
         elif self._closing:
             request.error = shutting_down()
-        elif self.waiting < self.policy.queue:
+        elif self._queue.count < self.policy.queue:
             request.error = Overloaded(
                 f"model '{self._name}' could not answer within `slo_ms`",
                 hint="try again later, or allow more time with a larger `slo_ms`",
@@ -492,7 +497,7 @@ class Batcher(Closing):
     def cancel(self, request: Pending) -> bool:
         """Remove a waiting request; return False if an engine is running it or has run it."""
         with self._lock:
-            if not self._queue.remove(request):
+            if not any(queue.remove(request) for queue in self._queues):
                 return False
             request.finished = True
         for watcher in self.watchers:
@@ -506,7 +511,7 @@ class Batcher(Closing):
         """
         now_us = self._clock_us()
         with self._lock:
-            late = self._queue.take_late(now_us)
+            late = [each for queue in self._queues for each in queue.take_late(now_us)]
             for worker in (*self._retired, *self._workers):
                 late += [r for r in worker.running if not r.finished and r.give_up_us <= now_us]
             mark_expired(late, now_us)
@@ -528,20 +533,19 @@ class Batcher(Closing):
     def replace(
         self, engines: Sequence[Engine], steering: Steering | None, inline_max_rows: float
     ) -> None:
-        """Run the next batches on these engines, which are closed here.
+        """Run the next requests on these engines, which are closed here.
 
-        So is each previous one, after the batches that it runs. Raises Overloaded during the end,
-        and RuntimeError without threads: then nothing has changed.
+        So is each previous one, after those that wait: they were prepared for it. Raises Overloaded
+        during the end, and RuntimeError without threads: then nothing has changed.
         """
-        workers = self._start(engines, steering)
         with self._lock:
-            if self._closing:  # then the new threads end, too
+            if self._closing:
                 raise shutting_down()
-            before, self._workers = self._workers, workers
-            for worker in (*before, *workers):
+            before, self._workers = self._workers, self._start(engines, steering)
+            for worker in (*before, *self._workers):
                 worker.closes = True
             self._retire(before)
-            self._retired = [each for each in (*self._retired, *before) if each.running]
+            self._retired = [w for w in (*self._retired, *before) if w.running or w.queue.count]
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self.steering, self.inline_max_rows = steering, inline_max_rows
 
@@ -549,13 +553,13 @@ class Batcher(Closing):
 
     def _take(self, worker: Runner) -> tuple[list[Pending], list[Pending], int]:
         """Return the batch that is due, the expired requests, and the time. Needs the lock."""
-        queue, now_us = self._queue, self._clock_us()
+        queue, now_us = worker.queue, self._clock_us()
         late = queue.take_late(now_us)
         if late:
             mark_expired(late, now_us)
         batch: list[Pending] = []
-        if not (worker.lost or worker.retired):
-            batch = worker.running = queue.take(now_us, hurry=self._closing)
+        if not worker.lost:
+            batch = worker.running = queue.take(now_us, hurry=self._closing or worker.retired)
         if batch and queue.count and self._idle:
             self._idle.pop().wake.release()  # the rest may be due for another engine
         return batch, late, now_us
@@ -583,7 +587,8 @@ class Batcher(Closing):
         """Accept no more requests. With an `error`, it answers every waiting request."""
         with self._lock:
             self._closing = True
-            refused = self._queue.take_late(math.inf) if error is not None else []
+            queues = self._queues if error is not None else ()
+            refused = [each for queue in queues for each in queue.take_late(math.inf)]
             for request in refused:
                 request.finished = True
                 request.error = error
@@ -717,12 +722,12 @@ class Batcher(Closing):
         with self._lock:
             while True:
                 batch, late, now_us = self._take(worker)
-                ends = worker.lost or worker.retired or (self._closing and not self._queue.count)
-                if batch or late or ends:
+                ends = (self._closing or worker.retired) and not worker.queue.count
+                if batch or late or ends or worker.lost:
                     return batch, late, now_us
                 timeout_s = -1.0
-                if self._queue.count:
-                    timeout_s = max(1, self._queue.next_us() - now_us) / 1e6
+                if worker.queue.count:
+                    timeout_s = max(1, worker.queue.next_us() - now_us) / 1e6
                     timeout_s = min(timeout_s, _LONGEST_SLEEP_S)
                 worker.idle_since_us = min(worker.idle_since_us, now_us)
                 self._idle.append(worker)

@@ -2,7 +2,7 @@
 
 Before the first request an engine runs at every expected shape, with zeros as inputs: a batch size
 that fails then, or returns other outputs than declared, would fail every request. Engines can be
-replaced while requests are served: the old ones finish the batches that they run.
+replaced while requests are served: the old ones finish what they accepted.
 """
 
 from __future__ import annotations
@@ -306,9 +306,9 @@ class ServedModel:
     def replace(self, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True) -> None:
         """Warm up `engines` and serve with them from now on, if they are still `wanted` then.
 
-        The previous ones answer what they accepted and are closed then; `close` closes the new
-        ones. Raises BadInput for incompatible engines, and the errors of a warm-up: then nothing
-        has changed, and the caller still owns the new engines.
+        The previous ones answer what they accepted and are closed then; `batcher.close` closes the
+        new ones. Raises BadInput for incompatible engines, and the errors of a warm-up: then
+        nothing has changed, and the caller still owns the new engines.
         """
         if not engines:
             raise BadInput(f"model '{self.name}': no engine was given to replace it")
@@ -404,11 +404,6 @@ class ServedModel:
         for watcher in self._watchers:
             watcher.record_refusal(request)
         return error
-
-    @property
-    def waiting(self) -> int:
-        """Return the number of requests in the queue."""
-        return self.batcher.waiting
 
     @property
     def unanswered(self) -> int:

@@ -169,18 +169,17 @@ class Member(ServerGroup):
             self._link.send("state", not_ready)
 
     def collect(self, what: str, then: Then) -> None:
-        asked = self._link.ask("collect", what)
-        asked.add_done_callback(lambda done: then(done.result))
+        self._link.ask("collect", what).add_done_callback(lambda done: then(done.result))
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
-        asked = self._link.ask("change", what, arguments)
-        asked.add_done_callback(lambda done: then(done.result))
+        self._link.ask("change", what, arguments).add_done_callback(lambda done: then(done.result))
 
     def _on_lost(self) -> None:
         """Answer the accepted requests, then end, as the parent has ended."""
         if os.getppid() == self.parent:  # it still closes its files, some of them locks
             asyncio.get_running_loop().call_later(_ENDING_S, self._on_lost)
             return
+        self.collect, self.change = super().collect, super().change  # type: ignore[method-assign]
         self._stop_waiting()
         if self._hooks is not None:
             self._hooks.drain()

@@ -203,7 +203,7 @@ def counters(reports: Sequence[Report]) -> Report:
     return {
         "samples": [each for each in samples if METRICS[each.name][0] in _COUNTED],
         "statistics": merge_statistics(reports),
-        "status": {**merge_status(reports), "ended": True},
+        "status": merge_status([{"status": {**each["status"], "ended": True}} for each in reports]),
     }
 
 
@@ -460,6 +460,7 @@ class Parent:
             if not self._started or (alone and most >= MOST_FAILURES):
                 if self._started:
                     log.error("%s; no worker is left, and %d starts of each failed", why, most)
+                    error = error if isinstance(error, DeploykitError) else DeploykitError(why)
                 self._failure = self._failure or error
                 self._stopped.set()
                 return
@@ -490,10 +491,10 @@ class Parent:
             pid = os.fork()
             if pid == 0:
                 become_worker(member, self._serve, self._logging_of, result, keep)
+            for each in inherited:  # now: the log takes a file
+                each.close()
         finally:
             self._open_log()
-        for each in inherited:
-            each.close()
         worker = self._workers[pid] = Worker(number, pid, result)
         follow = partial(self._follow, worker)
         worker.link = Channel(follow, self._hub.answer, worker.lost.set)
@@ -519,9 +520,8 @@ class Parent:
         elif self._stopped.is_set() and worker.serving and self._signals.count < 2:
             log.error("worker %d was ended by %s before it had answered", worker.number, how)
             self._dropped += 1  # at least
-        name = (
-            "the process of the engines" if worker.number == ENGINE else f"worker {worker.number}"
-        )
+        number = worker.number
+        name = "the process of the engines" if number == ENGINE else f"worker {number}"
         if isinstance(result, BaseException):
             return f"{name}: {result}", result
         why = f"{name} was ended by {how}"

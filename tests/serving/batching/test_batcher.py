@@ -173,7 +173,6 @@ def test_the_end_answers_all_requests(how: str) -> None:
         new.gate.set()
         if how == "replaced":
             case.batcher.replace([new], None, 0)
-            case.answers.wait(4)
         if how == "refused":
             assert case.batcher.close(drain=False, timeout_s=0) == 1  # the one in the engine
         case.release()
@@ -182,12 +181,33 @@ def test_the_end_answers_all_requests(how: str) -> None:
         with pytest.raises(Overloaded, match="shutting down"):
             case.send(9)
     (engine,) = case.engines
-    assert engine.fed == ([-1, 0, 1, 2, 3] if how == "drained" else [-1])
-    assert new.fed == ([0, 1, 2, 3] if how == "replaced" else [])
+    assert engine.fed == ([-1] if how == "refused" else [-1, 0, 1, 2, 3])
+    assert not new.fed
     assert {type(request.error) for request in sent[1:]} == {
         Overloaded if how == "refused" else type(None)
     }
     assert engine.closed is new.closed is (how == "replaced")
+
+
+def test_engines_take_no_request_before_all_have_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owner closes them at once; a request that woke the old engine must not wait for it."""
+    start, new = threading.Thread.start, GatedEngine(warm=True)
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name.endswith(" 1"):
+            assert not new.entered.acquire(timeout=0.1)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with held() as case:
+        sent = [case.enter(), case.send(0)]
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start_one)
+            with pytest.raises(RuntimeError):
+                case.batcher.replace([new, GatedEngine()], None, 0)
+        case.release(2)
+    assert all(map(right, sent))
+    assert not new.fed
 
 
 # -- Several engines
@@ -426,7 +446,6 @@ def test_the_end_answers_the_batches_in_flight_and_closes_the_engine_after_them(
     sent = case.fill()
     if how == "replaced":
         case.batcher.replace([OverlappingEngine(free=True)], None, 0)
-        case.answers.wait(1)
     case.engine.end_all()
     case.batcher.close(drain=how != "not drained")
     assert all(map(right, sent[:5]))

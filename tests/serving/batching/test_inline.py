@@ -446,6 +446,6 @@ def test_every_accepted_request_is_answered_once_or_cancelled(
         assert run.answers[sent] == (0 if sent in run.cancelled else 1), sent
     assert not any(thread.is_alive() for thread in model.batcher._threads)
     assert not any(engine.overlapped for engine in run.engines)
-    assert model.waiting == model.unanswered == 0
+    assert model.batcher.waiting == model.unanswered == 0
     assert not drain or not any("shutting down" in str(r.error) for r in run.sent)
     assert run.failed == []

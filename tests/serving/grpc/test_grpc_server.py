@@ -46,7 +46,7 @@ class Busy:
 
     @property
     def waiting(self) -> int:
-        return self.server.repository.models["m"].waiting
+        return self.server.repository.models["m"].batcher.waiting
 
     @property
     def unanswered(self) -> int:

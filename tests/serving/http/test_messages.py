@@ -496,7 +496,7 @@ def test_a_full_queue_is_a_503_and_clients_that_have_left_make_room(
         raws = [server.connect() for _ in range(1, 40)]
         for number, raw in enumerate(raws, 1):
             raw.send(good(number))
-        eventually(lambda: model.waiting == 39)
+        eventually(lambda: model.batcher.waiting == 39)
         raws.append(server.connect())
         refused = raws[-1].ask(good(40))
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
@@ -504,7 +504,7 @@ def test_a_full_queue_is_a_503_and_clients_that_have_left_make_room(
         for raw in raws:
             leave(raw)
         eventually(lambda: len(server.server._listener.connections) == 1)
-        assert model.waiting == 0
+        assert model.batcher.waiting == 0
         engine.gate.set()
         assert first.reply()
         assert engine.fed == [0]

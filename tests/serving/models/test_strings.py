@@ -16,7 +16,7 @@ from deploykit.core.errors import TooLarge, Unsupported, quote
 from deploykit.core.tensors import MOST_STRINGS, TensorSpec
 from deploykit.engines.engine import load
 from deploykit.serving.batching.batcher import Runner, Splitter, monotonic_us
-from deploykit.serving.batching.queue import Pending, stack
+from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue, stack
 from deploykit.serving.oip import request as oip
 from deploykit.serving.oip.request import Binary, array_bytes, plan, signature
 from tests.support.serving.grpc_cases import Echo
@@ -58,7 +58,8 @@ def test_the_strings_of_a_batch_are_bounded(width: int, batches: list[int]) -> N
         rows.append(len(batch))
         return dict(stack(batch))
 
-    runner = Runner(engine, "m", join, Splitter(engine.outputs, joined=True), monotonic_us)  # type: ignore[arg-type]
+    split, queue = Splitter(engine.outputs, joined=True), RequestQueue(BatchPolicy())
+    runner = Runner(engine, "m", join, split, monotonic_us, queue)  # type: ignore[arg-type]
     array = np.full((1, width), "a", object)
     requests = [Pending({"x": array}, 1, KEY, lambda _: None, 0, 0, 0) for _ in range(4)]
     assert runner.finish(runner.start(requests, 0), []) == [None] * 4

@@ -338,10 +338,10 @@ def test_requests_of_a_stream_that_was_reset_leave_the_queue(eventually: Eventua
         client.start(1, message)
         assert engine.entered.acquire(timeout=WAIT_S)  # the engine is busy
         client.start(3, message, STREAM, end=False)
-        eventually(lambda: server.see(lambda: model.waiting) == 1)
+        eventually(lambda: server.see(lambda: model.batcher.waiting) == 1)
         client.message(3, b"x", compressed=1, end=False)  # without grpc-encoding
         client.until(lambda: client.answers.get(3, Answer()).reset is not None)
-        eventually(lambda: server.see(lambda: model.waiting) == 0)
+        eventually(lambda: server.see(lambda: model.batcher.waiting) == 0)
         engine.gate.set()
         assert client.answer(1).status == 0
 

@@ -128,7 +128,7 @@ def test_status_has_the_most_that_waited_since_the_last_one(eventually: Eventual
         for raw in raws:
             raw.send(request("POST", "/v2/models/m/infer", body))
             assert raw is not raws[0] or engine.entered.acquire(timeout=20)  # it waits no more
-        eventually(lambda: server.server.repository.models["m"].waiting == 3)
+        eventually(lambda: server.server.repository.models["m"].batcher.waiting == 3)
         engine.gate.set()
         assert [raw.status() for raw in raws] == [200] * 4
         looks = [server.ask("GET", "/status").json["models"][0]["waiting"] for _ in range(2)]

@@ -169,7 +169,7 @@ class Linked:
 
     async def waiting(self, count: int) -> None:
         """Return when so many requests wait for model `a`."""
-        while self.repository.find("a").waiting != count:
+        while self.repository.find("a").batcher.waiting != count:
             await asyncio.sleep(0)
 
     async def answered(self) -> None:

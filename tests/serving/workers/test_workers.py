@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from deploykit.core.errors import Overloaded, Unsupported
+from deploykit.core.errors import DeploykitError, Overloaded, Unsupported
 from deploykit.core.machine import usable_cores
 from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.models.repository import ModelRepository
@@ -456,6 +457,7 @@ def test_weights_are_in_memory_once_and_kill_9_of_any_process_leaves_nothing(
 
 def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
     """The kernel closes them one after another: the link may be before the lock of the weights."""
+    found: list[int] = []
 
     async def lose() -> None:
         ends = [socket.socketpair() for _ in range(2)]
@@ -470,6 +472,9 @@ def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
         member.parent = 0
         await asyncio.wait_for(drained.wait(), LIMIT_S)
         await joining
+        member.offer({"samples": lambda: 7}, {})
+        member.collect("samples", lambda result: found.append(result()))
+        assert found == [7]  # of itself alone
         asyncio.get_running_loop().remove_reader(ends[1][0])
         for each in (ends[0][0], *ends[1]):
             each.close()
@@ -679,6 +684,45 @@ def test_a_worker_that_cannot_be_replaced_is_tried_again_until_it_can(tmp_path: 
         assert "error: m.onnx: cannot be opened once more" in server.log_lines()
 
 
+def test_what_keeps_the_last_worker_from_starting_again_is_not_reported_as_a_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit code 70, if it was no error of ours: no thread is left, for example."""
+
+    async def keep() -> BaseException | None:
+        found = parent.Parent(1, print, ServeOptions(http_port=0, grpc_port=None), print)
+        found._stopped, found._started = asyncio.Event(), True
+        found._failures[1] = parent.MOST_FAILURES
+        with subprocess.Popen(["true"]) as child:
+            worker = Worker(1, child.pid, mmap(-1, group.RESULT_BYTES))
+            group._leave(RuntimeError("can't start new thread"), worker._result)
+            worker.lost.set()
+            found._workers[worker.pid] = worker
+            monkeypatch.setattr(found, "_fork", lambda _: asyncio.sleep(0, worker))
+            await found._keep(1)
+        for each in (found._listener, *found._ports.values()):
+            each.close()
+        return found._failure
+
+    assert isinstance(asyncio.run(keep()), DeploykitError)
+
+
+def test_a_worker_that_leaves_its_parent_no_file_for_the_log_is_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    """Nothing ended it, nor waited for it."""
+    with Process(tmp_path, *TWO, env={"FAULT_DELAY_S": "0.01"}) as server:
+        pid = server.popen.pid
+        most, hard = max(files(pid)), resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        spare = most + 1 - len(files(pid))  # 3 are left for the worker: its link and the port
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most + 2 - spare, hard))
+        kill(server, workers(server)[0])
+        until(lambda: logged(server, "Too many open files") > 2)
+        leave_files(pid)
+        until(lambda: server.gauge("deploykit_workers") == 2)
+        assert len(workers(server)) == 2
+
+
 def test_a_connection_to_the_engines_that_no_file_is_left_for_is_made_once_there_is(
     tmp_path: Path,
 ) -> None:
@@ -791,6 +835,15 @@ def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
     assert status["models"][0]["engines"] == 1
     (model,) = parent.merge_statistics(reports)["model_stats"]
     assert model["inference_count"] == 4 + dead
+
+
+def test_the_end_of_the_engines_leaves_the_counters_of_pipelines_which_they_have_not() -> None:
+    front = report(2)
+    (model,) = front["status"]["models"]
+    front["status"]["models"].append({**model, "name": "pipeline"})
+    ended = parent.counters([parent.counters([front]), report(1)])
+    found = parent.merge_status([front, ended])["models"]
+    assert {each["name"]: each["rows"] for each in found} == {"m": 5, "pipeline": 4}
 
 
 def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(
