@@ -57,12 +57,13 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_arrays_are_read_with_their_labels(npz: Path, arrays: dict[str, np.ndarray]) -> None:
-    np.savez_compressed(npz, **arrays, labels=np.array([1, 0]))
+    np.savez_compressed(npz, **arrays, labels=np.array([1, 0], ">i8"))
     samples = read_samples(npz, (X,))
     assert samples.inputs.keys() == {"x"}
     assert samples.inputs["x"].dtype.isnative
     np.testing.assert_array_equal(samples.inputs["x"], rows(2))
     assert samples.labels is not None
+    assert samples.labels.dtype.isnative
     assert samples.labels.tolist() == [1, 0]
 
 

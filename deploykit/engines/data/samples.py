@@ -81,7 +81,8 @@ class DataSource:
         return read_array(self.files[0], self.headers[name])
 
     def read_labels(self) -> np.ndarray | None:
-        return self.read(LABELS) if self.labelled else self.classes
+        # in this machine's byte order
+        return np.concatenate([self.read(LABELS)]) if self.labelled else self.classes
 
     def stamp(self, count: int) -> str:
         """Return a hash that changes when a file with one of the first `count` samples does."""
