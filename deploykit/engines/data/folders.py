@@ -146,9 +146,9 @@ def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
     if _TRAIN not in found:
         raise BadInput(f"{folder}: holds {inner[0].name}, and no folder {_TRAIN}")
     names = {each.name for each in found[_TRAIN]}
-    for kinds in found.values():
-        if odd := names ^ {each.name for each in kinds}:
-            where = next(iter(kinds)).parent
+    for classes in found.values():
+        if odd := names ^ {each.name for each in classes}:
+            where = next(iter(classes)).parent
             raise BadInput(
                 f"{where}: the class '{min(odd)}' is not in all folders of splits",
                 hint="every split needs a folder for every class",
