@@ -269,15 +269,15 @@ def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
 
 
 def _check_outputs(task: Task, specs: Mapping[str, TensorSpec]) -> None:
-    names = task.outputs
-    for name in (getattr(names, field) for field in KINDS[task.kind].outputs):
+    names, needed = task.outputs, KINDS[task.kind].outputs
+    for name in (getattr(names, field) for field in needed):
         spec = specs.get(name)
         if spec is None or (name in (names.boxes, names.mask) and len(spec.shape) != 3):
             raise _unlike(f"{task.kind} reads the output '{name}'", "outputs", specs)
-        classes = None if names.boxes or name != names.scores else spec.shape[-1]
-        if isinstance(classes, int) and task.labels and classes != len(task.labels):
+        classes = [n for n in spec.shape[-1:] if needed == ("scores",) and isinstance(n, int)]
+        if task.labels and classes not in ([], [len(task.labels)]):
             raise BadInput(
-                f"the task has {len(task.labels)} labels, the output '{name}' has {classes}"
+                f"the task has {len(task.labels)} labels, the output '{name}' has {classes[0]}"
             )
 
 

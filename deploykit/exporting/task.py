@@ -249,12 +249,13 @@ def _place_image(
 ) -> ImageInput:
     """Decide how an image is placed: by the user's `rule`, the preset, or what is usual."""
     height, width, own = placed.height, placed.width, preset.image if preset else None
-    if own is None and kind.resize == SHORTEST_EDGE and imagenet:
+    usual = own is None and kind.resize == SHORTEST_EDGE and imagenet
+    if usual:
         own = ImageInput("", 224, 224, SHORTEST_EDGE, 256, colours=placed.colours)  # torchvision's
     if own is not None:
         least = min(own.height, own.width)
         edge = round(own.resize_to * min(height, width) / least) if height else least
-        if own.resize == SHORTEST_EDGE:
+        if usual:  # a library's own rule is not changed
             edge = max(edge, height, width)
         rule = {"resize": own.resize if height else SHORTEST_EDGE, "resize_to": edge, **rule}
         placed = replace(own, tensor=placed.tensor, height=height, width=width)

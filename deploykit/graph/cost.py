@@ -612,7 +612,7 @@ def _evaluate(
     names = [name for name in node.input if name]
     if node.op_type == "Shape" and names[0] in shapes:
         feeds = {names[0]: np.broadcast_to(np.float32(0), shapes[names[0]])}
-    elif all(name in constants for name in names) and _small(node, shapes):
+    elif all(name in constants for name in names) and _small(node, constants):
         feeds = {name: numpy_helper.to_array(constants[name]) for name in names}
     else:
         return None
@@ -635,13 +635,17 @@ def _fix(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
                 axis.Clear()  # inference finds the value of an expression such as N*49
 
 
-def _small(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _small(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
     """Return whether a node is arithmetic whose result cannot be large."""
     if node.op_type == "Constant":
         return all(stored_bytes(a.t) <= SMALL_BYTES for a in node.attribute if a.HasField("t"))
-    if node.op_type in _GENERATORS:  # inference knows their shape, as their inputs are constants
-        return math.prod(shapes.get(node.output[0], (math.inf,))) <= _LARGEST_SHAPE
-    return node.op_type in _ON_SHAPES
+    if node.op_type not in _GENERATORS:
+        return node.op_type in _ON_SHAPES
+    values = numpy_helper.to_array(constants[node.input[-1 if node.op_type == "Expand" else 0]])
+    if node.op_type == "Range":
+        limit, step = (numpy_helper.to_array(constants[name]).item() for name in node.input[1:3])
+        return bool(step) and abs(limit - values.item()) <= abs(step) * _LARGEST_SHAPE
+    return math.prod(int(size) for size in values.flat) <= _LARGEST_SHAPE
 
 
 def elements_of(tensor: onnx.TensorProto) -> int:

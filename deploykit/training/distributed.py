@@ -64,7 +64,7 @@ def join_processes(device: str) -> Iterator[Processes]:
         return
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     try:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local = int(os.environ["LOCAL_RANK"])  # 0 for all would put them on one GPU
         if on_gpu and torch.cuda.is_available():
             if local >= (count := torch.cuda.device_count()):
                 raise Unsupported(
@@ -73,7 +73,7 @@ def join_processes(device: str) -> Iterator[Processes]:
                 )
             torch.cuda.set_device(local)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_LIMIT)
-    except ValueError as exc:
+    except (KeyError, ValueError) as exc:
         raise BadInput(
             f"WORLD_SIZE is set, but not all that torchrun sets: {first_line(exc)}",
             hint="torchrun --nproc-per-node N -m deploykit train …, or unset WORLD_SIZE",

@@ -106,9 +106,10 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
         before = state["run"].get(name)
         if before == value or (name == "epochs" and constant and done <= value):
             continue  # with a constant rate each epoch is what it would be in a run of any length
+        longer = " (only a recipe with schedule='constant' can be lengthened)" * (name == "epochs")
         raise BadInput(
             f"{path}: is the state of another run: its {name} is {before}, here it is {value}",
-            hint="repeat that run's options, or name another `checkpoint`",
+            hint=f"repeat that run's options{longer}, or name another `checkpoint`",
         )
     return dict(state)
 

@@ -19,6 +19,7 @@ from deploykit.engines.data.examples import Example
 from deploykit.engines.data.samples import (
     Samples,
     check_calibration,
+    check_finite,
     find_source,
     overlap,
     random_feeds,
@@ -56,12 +57,13 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_arrays_are_read_with_their_labels(npz: Path, arrays: dict[str, np.ndarray]) -> None:
-    np.savez_compressed(npz, **arrays, labels=np.array([1, 0]))
+    np.savez_compressed(npz, **arrays, labels=np.array([1, 0], ">i8"))
     samples = read_samples(npz, (X,))
     assert samples.inputs.keys() == {"x"}
     assert samples.inputs["x"].dtype.isnative
     np.testing.assert_array_equal(samples.inputs["x"], rows(2))
     assert samples.labels is not None
+    assert samples.labels.dtype.isnative
     assert samples.labels.tolist() == [1, 0]
 
 
@@ -300,6 +302,8 @@ def test_random_masks_hide_no_whole_row(spec: str) -> None:
         assert set(np.unique(values)) == {0, 1}
         assert values.any(1).all()
         assert "bool" not in spec or not values.all(1).any()
+    (weights,) = random_feeds((parse_spec("mask:int64[N,T,1]"),), {"N": 50, "T": 2}).values()
+    assert weights.any(1).all()
     (alone,) = random_feeds(specs, {"N": 5, "T": 1}).values()
     assert (alone == (spec != "src_key_padding_mask:bool")).all()
 
@@ -365,6 +369,30 @@ def test_damage_in_the_middle_names_the_file(tmp_path: Path, at: float) -> None:
     (tmp_path / "d.npz").write_bytes(content)
     with pytest.raises(BadInput, match=r"d\.npz: is not a readable \.npz file"):
         list(read_batches(find_source(tmp_path / "d.npz", (X,)), 64))
+
+
+def test_the_checksum_of_a_stored_array_is_checked(
+    npz: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.13 on `seek` leaves it out."""
+    x = rows(5000)
+    np.savez(npz, x=x)
+    monkeypatch.setattr(zipfile.ZipExtFile, "seek", pytest.fail)
+    npz.write_bytes(npz.read_bytes().replace(x[4000].tobytes(), x[4001].tobytes()))
+    with pytest.raises(BadInput, match=r"Bad CRC-32 for file 'x\.npy'"):
+        read_samples(npz, (X,))
+
+
+def test_what_is_read_as_a_whole_and_looked_for_nan_fits_into_memory(
+    npz: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr("deploykit.engines.data.samples.check_fits", lambda _, n: asked.append(n))
+    np.savez(npz, x=np.asfortranarray(np.zeros((1 << 20, 3), np.float32)))
+    found = read_samples(npz, (X,))
+    assert asked == [12 << 20, 24 << 20]  # the array and its rows
+    with memory_grows_by_at_most(1 << 20):
+        check_finite(found)
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> None:

@@ -469,6 +469,8 @@ def test_a_file_gives_mean_std_and_scale(tmp_path: Path) -> None:
         ("mean = [0.5]\nstd = [1.0]\ncrop = 256", "unknown key 'crop'"),
         ("mean = [0.5]\nstd = [1.0]\nresize = 'x'", "resize must be one of"),
         ("mean = [0.5]\nstd = [1.0]\npadding = 256", r"padding must be one of 0, \.\.\., 255"),
+        ("mean = [0.5]\nstd = [1.0]\npadding = true", "padding must be one of 0"),
+        ("mean = [0.5]\nstd = [1.0]\nresize_to = 9.0", "resize_to must be one of 1"),
         ("mean = [0.5]\nstd = [1.0]\nresize_to = 9", "and resize_to go together"),
         ("mean = [", "not valid TOML"),
         ("mean = [0.5]\nstd = [1.0]\nscale = 'x'", "'scale' must be"),

@@ -228,6 +228,12 @@ FILLS = "fills rows up with the token"
         ("x:uint8[N,4,6,3]", SCORES, {}, "the model's inputs are: x:uint8"),
         (IMAGE, "y:float32[N,2]", {}, f"{READS}'scores', the model's outputs are: y"),
         (IMAGE, "scores:float32[N,3]", {}, "has 2 labels, the output 'scores' has 3"),
+        (
+            IMAGE,
+            "scores:float32[N,3]",
+            {"kind": "classify", "outputs": TaskOutputs("scores", "boxes")},
+            "has 2 labels, the output 'scores' has 3",
+        ),
         (IMAGE, SCORES, {"outputs": TaskOutputs("scores", "boxes")}, f"{READS}'boxes'"),
         (IMAGE, SCORES, {"outputs": TaskOutputs(*["scores"] * 3)}, f"{READS}'scores'"),
         (

@@ -380,6 +380,35 @@ def test_tied_weights_may_be_missing_from_the_file() -> None:
     notes = copy_weights(FILE, module, {"table.weight": torch.ones(5, 3)})
     assert bool((module.head.weight == 1).all())
     assert notes == ("not in the file, as they share another's weights: head.weight",)
+    notes = copy_weights(FILE, module, {"_orig_mod.head.weight": torch.zeros(5, 3)})
+    assert bool((module.table.weight == 0).all())
+    assert notes[0] == "took the weights under '_orig_mod.'"
+
+
+def test_the_average_next_to_a_model_is_left_out() -> None:
+    """As a LightningModule keeps both."""
+    module, source = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(4, 2))
+    both = torch.nn.ModuleDict({"ema": average, "net": source})
+    assert copy_weights(FILE, module, both.state_dict())[0].startswith("took the weights under 'ne")
+    assert torch.equal(module.weight, source.weight)
+
+
+def test_a_module_may_make_room_for_the_files_sizes() -> None:
+    """As anomalib's memory banks do, which begin empty."""
+
+    class Bank(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.empty(0))
+
+        def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+            self.rows = state[f"{prefix}rows"].clone()
+            super()._load_from_state_dict(state, prefix, *more)
+
+    module = Bank()
+    assert copy_weights(FILE, module, {"rows": torch.ones(3, 2)}) == ()
+    assert module.rows.shape == (3, 2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

@@ -16,9 +16,14 @@ torch = pytest.importorskip("torch")
 needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
-from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
+from deploykit.core.task import KINDS, ImageInput, Task, TaskOutputs  # noqa: E402
+from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.engines.tasks import TaskEngine  # noqa: E402
 from deploykit.engines.torch import presets  # noqa: E402
+from deploykit.engines.torch.files import Content  # noqa: E402
+from deploykit.engines.torch.open import describe_module  # noqa: E402
+from deploykit.exporting.heads.classify import are_probabilities  # noqa: E402
+from deploykit.exporting.task import _place_image  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -39,6 +44,17 @@ class Classifier(torch.nn.Module):  # type: ignore[misc, name-defined] # torch m
     def forward(self, image: Any) -> Any:
         features = torch.relu(self.conv(image)).mean(dim=(2, 3))
         return {"features": features, "logits": 4 * self.head(features)}
+
+
+class Tokens(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
+    """Two kinds of tokens, as BERT has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds = torch.nn.Embedding(9, 4), torch.nn.Embedding(2, 4)
+
+    def forward(self, input_ids: Any, token_type_ids: Any) -> Any:
+        return (self.words(input_ids) + self.kinds(token_type_ids)).mean(1)
 
 
 def built(kind: type[Any]) -> Any:
@@ -381,3 +397,18 @@ def test_a_segmentation_of_any_ratio_sees_the_whole_image(tmp_path: Path) -> Non
         for index in range(3):
             assert abs(counts.get(index, 0) - int((expected == index).sum())) <= 2  # ties
         assert sum(counts.values()) == width * height
+
+
+def test_scores_of_tokens_are_tried_on_an_id_that_every_vocabulary_has() -> None:
+    specs = [parse_spec(f"{name}:int64[N,T]") for name in ("input_ids", "token_type_ids")]
+    loaded = describe_module("m", Content("live", built(Tokens)), specs)
+    assert not are_probabilities(loaded, 0)
+
+
+def test_a_librarys_own_rule_is_not_changed_for_a_wide_input() -> None:
+    preset = presets.Preset("classify", (), ImageInput("i", 224, 224, "shortest-edge", 256), None)
+    wide = ImageInput("image", 224, 448)
+    with pytest.raises(dk.BadInput, match="resize_to = 256 is below the model's 224x448"):
+        _place_image(wide, KINDS["classify"], preset, imagenet=True, rule={})
+    found = _place_image(wide, KINDS["classify"], None, imagenet=True, rule={})
+    assert (found.resize, found.resize_to) == ("shortest-edge", 448)

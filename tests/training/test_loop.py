@@ -211,8 +211,9 @@ def test_a_run_of_a_constant_rate_is_lengthened_as_if_it_had_been_asked_at_first
         run_training(recipe, SPLITS, replace(options, epochs=6))
     options = replace(CPU, checkpoint=tmp_path / "cosine.ckpt")
     run_training(LINE, SPLITS, options)
-    with pytest.raises(BadInput, match="its epochs is 4, here it is 5"):  # cosine ends with them
-        run_training(LINE, SPLITS, replace(options, epochs=5))
+    with pytest.raises(BadInput, match="its epochs is 4, here it is 5") as caught:
+        run_training(LINE, SPLITS, replace(options, epochs=5))  # cosine ends with them
+    assert "schedule='constant'" in (caught.value.hint or "")
 
 
 OTHER_DATA = Split({"x": SPLITS.train.inputs["x"] + 1}, SPLITS.train.labels)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput
 from deploykit.core.recipe import Split
 from deploykit.training import data as batches
 from deploykit.training.data import Augmentation, Batches
@@ -141,16 +141,22 @@ def test_torchrun_starts_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "variables", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "x"}], ids=str
+    ("variables", "said"),
+    [
+        ({"RANK": "0"}, "'LOCAL_RANK'"),
+        ({"LOCAL_RANK": "0"}, "RANK expected"),
+        ({"LOCAL_RANK": "0", "RANK": "x"}, "'x'"),
+    ],
 )
 def test_half_of_torchruns_variables_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises((BadInput, Unsupported), match="torchrun"), join_processes("cpu"):
+    with pytest.raises(BadInput, match=f"that torchrun sets: .*{said}"), join_processes("cpu"):
         pass
 
 

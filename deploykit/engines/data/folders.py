@@ -145,11 +145,12 @@ def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
         found[split] = _classes(kinds)
     if _TRAIN not in found:
         raise BadInput(f"{folder}: holds {inner[0].name}, and no folder {_TRAIN}")
-    names = {split: {each.name for each in kinds} for split, kinds in found.items()}
-    for others in names.values():
-        if odd := others ^ names[_TRAIN]:
+    names = {each.name for each in found[_TRAIN]}
+    for classes in found.values():
+        if odd := names ^ {each.name for each in classes}:
+            where = next(iter(classes)).parent
             raise BadInput(
-                f"{folder}: the class '{min(odd)}' is not in all folders of splits",
+                f"{where}: the class '{min(odd)}' is not in all folders of splits",
                 hint="every split needs a folder for every class",
             )
     return found, loose

@@ -375,7 +375,7 @@ def load_preprocess(reference: str | None) -> tuple[Preprocess | None, dict[str,
     placing = {key: value for key, value in values.items() if key in _PLACING}
     for key, value in placing.items():
         allowed = _PLACING[key]
-        if value not in allowed:
+        if value not in allowed or isinstance(value, (bool, float)):
             few = (allowed[0], "...", allowed[-1]) if isinstance(allowed, range) else allowed
             listed = ", ".join(map(str, few))
             raise BadInput(f"{path}: {key} must be one of {listed}, got {value!r}")

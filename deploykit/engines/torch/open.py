@@ -311,6 +311,7 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
 
 
 _SHOWN = 2  # names of each kind in an error
+_MOST_WRAPPERS = 8
 
 
 def build_module(
@@ -364,7 +365,7 @@ def copy_weights(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[
     """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit."""
     own = module.state_dict()
     weights, notes = _of_wrapped(own, weights)
-    casts, wrong = Counter[str](), list[str]()
+    casts, wrong, sizes = Counter[str](), list[str](), list[str]()
     for key, theirs in weights.items():
         ours = own.get(key)
         if not _is_tensor(theirs) or not _is_tensor(ours):
@@ -372,9 +373,9 @@ def copy_weights(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[
         kinds = [(each.is_floating_point(), each.is_complex()) for each in (theirs, ours)]
         if kinds[0] != kinds[1]:  # torch would convert them silently
             wrong.append(f"{key} is {dtype_of(theirs)} in the file, {dtype_of(ours)} in the model")
-        elif theirs.shape != ours.shape:
-            sizes = list(theirs.shape), list(ours.shape)
-            wrong.append(f"{key} has size {sizes[0]} in the file, {sizes[1]} in the model")
+        elif theirs.shape != ours.shape:  # a module may make room for it: it is asked below
+            theirs, ours = list(theirs.shape), list(ours.shape)
+            sizes.append(f"{key} has size {theirs} in the file, {ours} in the model")
         elif theirs.dtype != ours.dtype:
             casts[f"{dtype_of(theirs)} to {dtype_of(ours)}"] += 1
     if wrong:
@@ -382,7 +383,7 @@ def copy_weights(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as exc:
-        raise _misfit(where, weights, {"": [first_line(exc)]}) from exc
+        raise _misfit(where, weights, {"": sizes or [first_line(exc)]}) from exc
     holders: dict[int, set[str]] = {}  # names that share a parameter
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(name)
@@ -403,12 +404,18 @@ def _of_wrapped(
     """Return the weights of the model with the names `own`, without what a wrapper put before them.
 
     Wrappers are DataParallel, torch.compile, AveragedModel, and a LightningModule with the model
-    as an attribute. Of several prefixes the one with the most of the names counts, if one has.
+    as an attribute. Of several prefixes the one with the most of the names counts, if one has; the
+    average of a model, which ends with "module", only where that is alone.
     """
-    first = next(iter(own), "")
-    prefixes = [key.removesuffix(first) for key in weights if key.endswith(f".{first}")]
-    counts = {each: sum(f"{each}{name}" in weights for name in own) for each in prefixes}
-    most = [each for each in prefixes if counts[each] == max(counts.values())]
+    counts = Counter[str]()
+    for key in weights:
+        parts = key.split(".", _MOST_WRAPPERS)
+        tails = [(n, ".".join(parts[n:])) for n in range(1, len(parts))]
+        counts.update(".".join([*parts[:n], ""]) for n, tail in tails if tail in own)
+    top = max(counts.values(), default=0)
+    most = [each for each, count in counts.items() if count == top]
+    if len(most) > 1:
+        most = [each for each in most if not each.endswith(".module.")]
     if len(most) != 1 or not own.keys().isdisjoint(weights):
         return weights, []
     prefix = most[0]

@@ -63,10 +63,10 @@ def add_scores(request: HeadRequest) -> TaskHead:
 def are_probabilities(loaded: Loaded, at: int) -> bool:
     """Return whether an output comes from a sigmoid, or its rows add up to 1.
 
-    It is tried on random inputs.
+    It is tried on random images, and on tokens of id 0.
     """
     sizes = {axis: low for axis, (low, _) in loaded.limits.items()}
-    feeds = random_feeds(loaded.inputs, sizes)
+    feeds = random_feeds(loaded.inputs, sizes, integers=1)  # any vocabulary has id 0
     inputs = (torch.from_numpy(feeds[x.name]).to(getattr(torch, x.dtype)) for x in loaded.inputs)
     with module_errors("the model"), torch.inference_mode(), _SigmoidWatch() as watch:
         values = loaded.module(*inputs)[at]
