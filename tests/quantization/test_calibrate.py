@@ -343,7 +343,7 @@ def test_the_model_does_not_run_again_on_what_the_calibration_kept(
 
 
 @pytest.mark.parametrize("head", ["float s, float[4,N,8] x", "float[4,N,8] x, float s"])
-def test_known_samples_are_told_wherever_they_are(tmp_path: Path, head: str) -> None:
+def test_known_samples_are_recognised_on_every_axis(tmp_path: Path, head: str) -> None:
     body = "m = MatMul(x, W) n = Mul(m, s) y = ReduceMean<axes = [0], keepdims = 0>(n)"
     model = parse(f"({head}) => (float[N,8] y)", body, 17, W=normal(64).reshape(8, 8))
     np.savez(tmp_path / "c.npz", x=normal(4 * 16 * 8).reshape(4, 16, 8), s=np.float32(2))
