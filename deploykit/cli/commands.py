@@ -8,36 +8,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from deploykit.cli import output
 from deploykit.core.errors import BadInput, did_you_mean
-from deploykit.core.precision import OTHER_NODES, QUANTIZED
-from deploykit.core.runtime import BUILT, TARGET_RUNTIMES
-from deploykit.core.task import KINDS
-from deploykit.deploying import WRITERS
+from deploykit.core.runtime import BUILT
 
 GENERAL = "General"  # the last section of a help page
-
-_WRITTEN = (*QUANTIZED, "auto")
-_BUILT = ("fp32", *_WRITTEN)
-if TYPE_CHECKING:  # at run time typer reads the choices
-    LowPrecision = str
-    AnyPrecision = str
-    OtherPrecision = str
-    TargetRuntime = str
-    BundleKind = str
-    TaskKind = str
-else:
-    LowPrecision = Literal[_WRITTEN]
-    AnyPrecision = Literal[_BUILT]
-    OtherPrecision = Literal[OTHER_NODES]
-    TargetRuntime = Literal[TARGET_RUNTIMES]
-    BundleKind = Literal[tuple(WRITERS)]
-    TaskKind = Literal[tuple(KINDS)]
 
 JSON = f"{GENERAL}:\n--json  Print one JSON document on stdout"
 DEVICE = "--device auto|cpu|cuda|cuda:N  Where the model runs"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.commands import JSON, BundleKind, api_arguments, described
+from deploykit.cli.commands import JSON, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.serve import raise_if_dropped, serve_options, show_ready
 from deploykit.core.errors import BadInput
+from deploykit.deploying import WRITERS
 
 if TYPE_CHECKING:
     from deploykit.deploying.boot import Booted
+
+    BundleKind = str
+else:
+    BundleKind = Literal[tuple(WRITERS)]  # typer reads the choices
 
 
 @described(f"""

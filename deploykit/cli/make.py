@@ -5,23 +5,30 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deploykit.cli import output, tables
-from deploykit.cli.commands import (
-    FORCE,
-    JSON,
-    OUT,
-    AnyPrecision,
-    LowPrecision,
-    OtherPrecision,
-    TargetRuntime,
-    TaskKind,
-    api_arguments,
-    described,
-)
+from deploykit.cli.commands import FORCE, JSON, OUT, api_arguments, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.prove import axis_sizes
+from deploykit.core.precision import OTHER_NODES, QUANTIZED
+from deploykit.core.runtime import TARGET_RUNTIMES
+from deploykit.core.task import KINDS
+
+_WRITTEN = (*QUANTIZED, "auto")
+_BUILT = ("fp32", *_WRITTEN)
+if TYPE_CHECKING:  # at run time typer reads the choices
+    LowPrecision = str
+    AnyPrecision = str
+    OtherPrecision = str
+    TargetRuntime = str
+    TaskKind = str
+else:
+    LowPrecision = Literal[_WRITTEN]
+    AnyPrecision = Literal[_BUILT]
+    OtherPrecision = Literal[OTHER_NODES]
+    TargetRuntime = Literal[TARGET_RUNTIMES]
+    TaskKind = Literal[tuple(KINDS)]
 
 _ACCURACY = """
 --calib FILE.npz|DIR   Calibration data, for int8, fp8 and auto
