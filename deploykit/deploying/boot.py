@@ -100,7 +100,7 @@ class CacheState(Record):
 
 @dataclass(frozen=True)
 class Booted(Record):
-    """Which engine serves. `source`: "cache", "build", or "previous" where a build failed.
+    """The engine that serves. `source`: "cache", "build", or "previous" where a build failed.
 
     `slot`: the one to start from or to build into. `why`: a line for the log.
     """

@@ -88,7 +88,7 @@ class HeadRequest:
 
     @property
     def preset(self) -> Preset:
-        """What the model's library states, empty if that is nothing."""
+        """Return the preset that the model's library states; an empty one if it states none."""
         return self.loaded.preset or Preset("", (), None, None)
 
     def misfit(self, needs: str, option: str = "") -> BadInput:
