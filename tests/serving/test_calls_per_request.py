@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import deploykit
+from deploykit.serving.batching import batcher as batching
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http2 import (
     DATA,
@@ -38,13 +39,21 @@ HTTP_CALLS, GRPC_CALLS = 64, 107  # of Python and C functions per request
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(
+    monkeypatch: pytest.MonkeyPatch, eventually: Callable[[Callable[[], object]], object]
+) -> Iterator[Server]:
     """It runs batches on this thread and does not wait for the next request."""
-    monkeypatch.setattr(shared, "TURN_S", 60)  # the profiler makes requests slow
-    monkeypatch.setattr(shared, "_SHORT_S", 60)
+    for module, name, value in (  # the profiler, and a busy machine, make requests slow
+        (shared, "TURN_S", 60),
+        (shared, "_SHORT_S", 60),
+        (batching, "GATHER_US", 60_000_000),
+        (batching, "SLOW_US", 60_000_000),
+    ):
+        monkeypatch.setattr(module, name, value)
     found = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0))
     batcher = found.repository.models["m"].batcher
     batcher.inline_max_rows, batcher._spin_us = CLIENTS, 0
+    eventually(lambda: batcher._idle)  # else the engine's thread runs what it finds first
     yield found
     found.repository.close(drain=False)
     found._offload.close()
