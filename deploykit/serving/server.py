@@ -25,14 +25,14 @@ from deploykit.core.errors import DeviceLost
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import Loop, deliver_inline
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.http.connection import HttpLimits, Listener
+from deploykit.serving.http.connection import Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import PipelineGraph
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import ServeOptions, read_token
-from deploykit.serving.transport.connection import Connection, MemoryBudget, Port, Turns
+from deploykit.serving.transport.connection import Connection, Limits, MemoryBudget, Port, Turns
 from deploykit.serving.transport.listener import (
     UNIX,
     Acceptor,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["HttpLimits", "ServeOptions", "Server", "run"]
+__all__ = ["Limits", "ServeOptions", "Server", "run"]
 
 TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # time limit for an engine during a shutdown
@@ -92,7 +92,7 @@ class Server:
         self,
         models: Mapping[str, Engine | Sequence[Engine]],
         options: ServeOptions,
-        limits: HttpLimits | None = None,
+        limits: Limits | None = None,
         group: ServerGroup | None = None,
         pipelines: Mapping[str, PipelineGraph] | None = None,
         grpc_limits: Http2Limits | None = None,
@@ -100,7 +100,7 @@ class Server:
         """Bind the ports. Raises BadInput for one that is taken, and for a wrong certificate."""
         group = group or ServerGroup()
         options = group.share_of(options)
-        limits = limits or HttpLimits(stall_s=options.stall_s, idle_s=options.idle_s)
+        limits = limits or Limits(stall_s=options.stall_s, idle_s=options.idle_s)
         limits = replace(limits, connections=math.ceil(limits.connections / group.count))
         tls = tls_context(options, _PROTOCOLS[0])
         self._options = options

@@ -11,7 +11,6 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from email.utils import formatdate
 from enum import IntEnum
 from functools import cache, lru_cache, partial
@@ -65,14 +64,8 @@ _ABSOLUTE = re.compile(r"https?://([^/?#@]+)([/?].*)?", re.IGNORECASE | re.DOTAL
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _LINES = 500  # about a millisecond
-
-
-@dataclass(frozen=True)
-class HttpLimits(Limits):
-    """Limits of one connection, and of a request."""
-
-    target_bytes: int = 8 << 10
-    chunks: int = 65_536
+_TARGET_BYTES = 8 << 10
+_CHUNKS = 65_536
 
 
 class _Fields:
@@ -112,7 +105,7 @@ class _Fields:
 
 
 def read_head(
-    limits: HttpLimits, access: AccessControl, max_body_bytes: int, raw: bytes
+    limits: Limits, access: AccessControl, max_body_bytes: int, raw: bytes
 ) -> Head | None:
     """Parse a head up to its END, or as much of it as was received; None if more is needed.
 
@@ -134,8 +127,8 @@ def read_head(
     headers, repeated = fields.headers()
     target = fields.target.decode("latin-1")
     refusal = Refusal(400, invalid or repeated) if invalid or repeated else None
-    if len(target) > limits.target_bytes:
-        refusal = Refusal(414, f"the target is above {limits.target_bytes} bytes")
+    if len(target) > _TARGET_BYTES:
+        refusal = Refusal(414, f"the target is above {_TARGET_BYTES} bytes")
     elif len(fields.pairs) > limits.headers or len(raw) > limits.header_bytes:
         most = f"{limits.headers} headers or {limits.header_bytes} bytes"
         refusal = Refusal(431, f"the request's head is above {most}")
@@ -188,7 +181,7 @@ def _check(
 class ChunkedBody:
     """Reads a chunked body (RFC 9112, 7.1) strictly. Raises BadInput, TooLarge above a limit."""
 
-    def __init__(self, limits: HttpLimits, max_body_bytes: int) -> None:
+    def __init__(self, limits: Limits, max_body_bytes: int) -> None:
         self._limits = limits
         self._max_body_bytes = max_body_bytes
         self.body = bytearray()
@@ -236,8 +229,8 @@ class ChunkedBody:
         size = int(match[1], 16)
         self._chunks += 1
         self._body_bytes += size
-        if self._chunks > self._limits.chunks:
-            raise TooLarge(f"the body has more than {self._limits.chunks} chunks")
+        if self._chunks > _CHUNKS:
+            raise TooLarge(f"the body has more than {_CHUNKS} chunks")
         if self._body_bytes > self._max_body_bytes:
             raise body_too_large(self._max_body_bytes)
         self._last = size == 0
@@ -323,12 +316,10 @@ def _status_lines(status: int) -> bytes:
 class Listener(Port):
     """State that all HTTP/1.1 connections share. `handle` gets each complete request."""
 
-    limits: HttpLimits
-
     def __init__(
         self,
         handle: Callable[[Exchange], None],
-        limits: HttpLimits,
+        limits: Limits,
         access: AccessControl,
         max_body_bytes: int,
         memory: MemoryBudget,

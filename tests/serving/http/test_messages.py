@@ -25,10 +25,11 @@ import pytest
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
 from deploykit.serving.http import connection as http_listener
-from deploykit.serving.http.connection import HttpLimits, State
+from deploykit.serving.http.connection import State
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server, run
 from deploykit.serving.transport import connection as places
+from deploykit.serving.transport.connection import Limits
 from deploykit.serving.transport.encodings import choose_encoding, decompress
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.faults import Process, leaves_nothing, until
@@ -374,7 +375,7 @@ def test_a_client_gets_through_despite_any_number_of_idle_connections(
 ) -> None:
     """5,000 connections that sent nothing had each new client refused, for 10 s."""
     monkeypatch.setattr(places, "_IDLE_S", 0.05)
-    with running(limits=HttpLimits(connections=4, header_s=600)) as server:
+    with running(limits=Limits(connections=4, header_s=600)) as server:
         idle = [server.connect() for _ in range(4)]
         for raw in idle[:2]:
             raw.send(b"GET /v2")
@@ -392,7 +393,7 @@ def test_a_client_gets_through_despite_any_number_of_idle_connections(
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Raw]]:
     """Connects to a server with as many connections as it allows, none of them idle for long."""
     monkeypatch.setattr(places, "_IDLE_S", 1e9)
-    with running(limits=HttpLimits(connections=4, header_s=600)) as server:
+    with running(limits=Limits(connections=4, header_s=600)) as server:
         for _ in range(4):
             server.connect()
         while len(server.server._listener.connections) < 4:
@@ -513,7 +514,7 @@ def test_a_full_queue_is_a_503_and_clients_that_have_left_make_room(
 # -- How long an HTTP client may take: an hour, which the tests let pass
 
 
-HOUR = HttpLimits(header_s=3600, stall_s=3600, idle_s=3600)
+HOUR = Limits(header_s=3600, stall_s=3600, idle_s=3600)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +579,7 @@ def test_a_body_of_any_size_split_anywhere_arrives_whole(count: int) -> None:
     """From one packet to many; a body after its head is received directly into its buffer."""
     rows = np.random.default_rng(count).random((1, count), dtype=np.float32)
     data = binary_request(rows)
-    with running({"m": Lengths()}, HttpLimits(stall_s=600)) as server:
+    with running({"m": Lengths()}, Limits(stall_s=600)) as server:
         raw = server.connect()
         raw.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         cuts = [0, 7, 150, len(data) // 2, len(data) - 1, len(data)]

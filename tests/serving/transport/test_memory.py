@@ -26,13 +26,12 @@ from deploykit.engines.engine import Arrays
 from deploykit.engines.oip import MESSAGES
 from deploykit.serving.batching.batcher import Splitter
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.http.connection import HttpLimits
 from deploykit.serving.http.routes import InferRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip import messages
 from deploykit.serving.oip import request as requests
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.connection import Head, MemoryBudget
+from deploykit.serving.transport.connection import Head, Limits, MemoryBudget
 from deploykit.serving.web.page import FILES
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
@@ -236,7 +235,7 @@ def test_held_bytes_return_to_zero_after_every_kind_of_request(
         else:
             if name == "too slow":
                 eventually(lambda: counted.bytes > len(BODY) - 70_000)
-                server.pass_time(HttpLimits().stall_s + 1)
+                server.pass_time(Limits().stall_s + 1)
             reply = raw.reply(body=name != "HEAD")
             assert reply.status == status
         raw.close()

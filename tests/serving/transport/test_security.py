@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.http.connection import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport import listener
+from deploykit.serving.transport.connection import Limits
 from deploykit.serving.transport.listener import bind, reserve, share_address
 from deploykit.serving.transport.security import tls_context
 from tests.support.fake_engine import FakeEngine
@@ -200,7 +200,7 @@ def test_what_is_no_tls_handshake_is_closed_with_one_log_line(
 ) -> None:
     cert, key = pem
     caplog.set_level(logging.INFO, "deploykit")
-    limits = HttpLimits(header_s=0.2)
+    limits = Limits(header_s=0.2)
     with running(None, limits, tls_cert=cert, tls_key=key) as server:
         plain, silent, half = (server.connect() for _ in range(3))
         plain.send(request("GET", "/v2/health/live"))
@@ -221,9 +221,7 @@ def test_clients_without_a_tls_hello_make_room_for_others(
     """4,096 silent connections kept all others out, health checks too, for 10 s."""
     cert, key = pem
     monkeypatch.setattr(listener, "SPARE", 1)
-    with running(
-        None, HttpLimits(connections=2, header_s=600), tls_cert=cert, tls_key=key
-    ) as server:
+    with running(None, Limits(connections=2, header_s=600), tls_cert=cert, tls_key=key) as server:
         silent = [server.connect() for _ in range(6)]
         client = secure(server.port, cert)
         reply = client.ask(request("GET", "/v2/health/live"))

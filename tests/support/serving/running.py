@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.serving.http.connection import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
+from deploykit.serving.transport.connection import Limits
 from tests.support.fake_engine import FakeEngine
 
 WAIT_S = 60  # a limit against hanging, not a measure
@@ -157,7 +157,7 @@ def binary_request(rows: np.ndarray, **more: object) -> bytes:
 
 @contextmanager
 def running(
-    models: dict[str, Any] | None = None, limits: HttpLimits | None = None, **options: Any
+    models: dict[str, Any] | None = None, limits: Limits | None = None, **options: Any
 ) -> Iterator[Running]:
     chosen = ServeOptions(**{"http_port": 0, **options})
     running = Running(Server(models or {"m": FakeEngine()}, chosen, limits))
