@@ -48,13 +48,9 @@ _KNOWN_HEAD_BYTES = 1024
 _UNREAD = Head()
 _NOTHING = memoryview(b"")
 
-_USED = frozenset(
-    b"host origin expect content-length content-encoding content-type transfer-encoding accept "
-    b"accept-encoding authorization traceparent inference-header-content-length "
-    b"access-control-request-headers access-control-request-private-network".split()
-)
-_LISTS = frozenset(  # a header that is repeated is one list, which is no valid traceparent
-    b"accept accept-encoding content-encoding access-control-request-headers traceparent".split()
+_SINGLE = frozenset(  # any other header that is repeated is one list
+    b"host origin expect content-length content-type transfer-encoding authorization "
+    b"inference-header-content-length".split()
 )
 _ONCE = (b"host", b"transfer-encoding", b"content-length")  # proxies disagree about others
 END = b"\r\n\r\n"
@@ -90,17 +86,17 @@ class _Fields:
         self.keep_alive = self.parser.should_keep_alive()
 
     def headers(self) -> tuple[dict[bytes, bytes], str]:
-        """Return the headers in use, and why the request is ambiguous, or ""."""
+        """Return the headers, and why the request is ambiguous, or ""."""
         found: dict[bytes, bytes] = {}
         repeated = ""
         for name, value in self.pairs:
             before = found.get(name)
-            if before is not None and name in _LISTS:
-                found[name] = before + b", " + value
-            elif before is not None and (value != before or name in _ONCE):
-                repeated = f"the header {quote(name.decode())} is given twice"
-            elif name in _USED:
+            if before is None:
                 found[name] = value
+            elif name not in _SINGLE:
+                found[name] = before + b", " + value
+            elif value != before or name in _ONCE:
+                repeated = f"the header {quote(name.decode())} is given twice"
         return found, repeated
 
 
