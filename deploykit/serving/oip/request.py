@@ -446,18 +446,13 @@ def from_bytes(part: Part, body: Bytes, at: int) -> np.ndarray:
 def _elements(body: Bytes, at: int, size: int, count: int, name: str) -> list[bytes]:
     """Split BYTES into elements, each of which follows its length in 4 bytes."""
     end, elements = at + size, []
-    for number in range(count):
+    for _ in range(count):
         start = at + LENGTH_BYTES
-        if start > end:
-            raise BadInput(f"input '{name}': the bytes end before element {number} of {count}")
         at = start + int.from_bytes(body[at:start], "little")
-        if at > end:
-            raise BadInput(
-                f"input '{name}': element {number} claims {at - start} bytes, {end - start} remain"
-            )
         elements.append(bytes(body[start:at]))
     if at != end:
-        raise BadInput(f"input '{name}': {end - at} bytes follow the last of {count} elements")
+        each = "each after its length in 4 bytes"
+        raise BadInput(f"input '{name}': its {size} bytes are not {count} strings, {each}")
     return elements
 
 

@@ -418,11 +418,11 @@ RAW: list[tuple[Signature, int, str]] = [
     (model("string", "N", 2), 4, "holds one string, the input is x:string"),
 ]
 STRINGS: list[tuple[bytes, str]] = [
-    (packed(b"ab") + struct.pack("<I", 3) + b"cd", "element 1 claims 3 bytes, 2 remain"),
-    (packed(b"ab") + b"\xff\xff\xff\xff" + b"cd", "claims 4294967295 bytes, 2 remain"),
-    (packed(b"ab", b"cd") + b"\0", "1 bytes follow the last of 2"),
-    (packed(b"abcd"), "the bytes end before element 1 of 2"),
-    (packed(b"abcd") + b"\0\0", "the bytes end before element 1 of 2"),
+    (packed(b"ab") + struct.pack("<I", 3) + b"cd", "bytes are not 2 strings"),
+    (packed(b"ab") + b"\xff\xff\xff\xff" + b"cd", "bytes are not 2 strings"),
+    (packed(b"ab", b"cd") + b"\0", "bytes are not 2 strings"),
+    (packed(b"abcd"), "bytes are not 2 strings"),
+    (packed(b"abcd") + b"\0\0", "bytes are not 2 strings"),
     (b"\0" * 7, "at least 8 bytes, got 7"),
     (packed(b"ab", b"\xff\xfe"), "element 1 is not UTF-8"),
     (packed(b"ab", "\ud800".encode(errors="surrogatepass")), "element 1 is not UTF-8"),
