@@ -31,9 +31,8 @@ def replica():
     from deploykit.serving.options import ServeOptions
     from tests.support.fake_engine import FakeEngine
 
-    app = HostedApp({"slow": FakeEngine(latency_s=0.4, max_batch=4)}, ServeOptions(max_batch=4))
-    app.start()
-    return app
+    engines = [FakeEngine(latency_s=0.4, max_batch=4)]
+    return HostedApp({"slow": engines}, ServeOptions(max_batch=4))
 
 
 app = ray_application(replica)

@@ -53,9 +53,7 @@ def open_replica(
 ) -> HostedApp:
     """Open `model` and serve it as `name` on the running event loop, once it is warm."""
     options = ServeOptions(device=device, threads=threads, max_batch=max_batch)
-    app = HostedApp({name: open_engines(Path(model), options)}, options)
-    app.start()
-    return app
+    return HostedApp({name: open_engines(Path(model), options)}, options)
 
 
 class Replica:

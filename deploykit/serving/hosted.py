@@ -6,7 +6,6 @@ The other server parses HTTP, enforces its own limits and decides which clients 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 
 from deploykit.core.errors import Overloaded
@@ -19,9 +18,6 @@ from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.connection import Call, Head, MemoryBudget, reply_exception
-from deploykit.serving.transport.encodings import body_too_large
-
-log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how often requests past their deadline are answered
 
@@ -33,21 +29,15 @@ Answered = tuple[int, Fields, bytes]  # status, headers without Content-Length, 
 class HostedApp(Closing):
     """Serves `models` on the running event loop, and closes their engines in `close`."""
 
-    def __init__(
-        self, models: Mapping[str, Engine | Sequence[Engine]], options: ServeOptions
-    ) -> None:
+    def __init__(self, models: Mapping[str, Sequence[Engine]], options: ServeOptions) -> None:
+        """Prove that rows may be joined and run each engine at every size; blocks the loop."""
         self._loop = asyncio.get_running_loop()
-        self._options = options
         self._engines = models
         loop = Loop(self._deliver, call_soon=self._loop.call_soon)
         self.repository = ModelRepository(models, options, loop)
         self._memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
         self._offload = ThreadOffload(self._loop, threads=2)
         self._routes = Routes(self.repository, self._offload)
-        self._ticking: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Prove that rows may be joined and run each engine at every size; blocks the loop."""
         self.repository.warm_up()
         self._ticking = self._loop.create_task(self._tick())
 
@@ -59,9 +49,7 @@ class HostedApp(Closing):
         head = Head.of(method, target, path, headers, host=host, length=len(body))
         call = _Call(head, self._memory, body)
         try:
-            if len(body) > self._options.max_body_bytes:
-                reply_exception(call, body_too_large(self._options.max_body_bytes))
-            elif not call.reserve(len(body)):
+            if not call.reserve(len(body)):
                 reply_exception(call, Overloaded(self._memory.message))
             else:
                 self._routes.handle(call)
@@ -71,12 +59,11 @@ class HostedApp(Closing):
 
     def close(self) -> None:
         """Answer the accepted requests, then close the engines."""
-        if self._ticking is not None:
-            self._ticking.cancel()
+        self._ticking.cancel()
         self.repository.close()
         self._offload.close()
         for engines in self._engines.values():
-            for engine in engines if isinstance(engines, Sequence) else [engines]:
+            for engine in engines:
                 engine.close()
 
     async def _tick(self) -> None:
@@ -86,10 +73,7 @@ class HostedApp(Closing):
 
     def _deliver(self, requests: Sequence[Pending]) -> None:
         """Deliver answers from an engine's thread: wake the loop once per batch."""
-        try:
-            self._loop.call_soon_threadsafe(deliver_inline, requests)
-        except RuntimeError:  # the loop is closed
-            log.error("%d requests finished after the shutdown", len(requests))
+        self._loop.call_soon_threadsafe(deliver_inline, requests)
 
 
 class _Call(Call):

@@ -27,7 +27,6 @@ def serve(act: Callable[[HostedApp], Awaitable[Any]], engine: FakeEngine | None 
         options = ServeOptions(max_batch=4, max_body_bytes=4096)
         app = HostedApp({"m": [engine]}, options)
         try:
-            app.start()
             return await act(app)
         finally:
             app.close()
@@ -56,7 +55,6 @@ def test_requests_that_wait_together_are_joined_and_answered_as_over_a_socket() 
         (("GET", "/nowhere", (), b""), 404, "there is no route"),
         (("GET", "/v2/models/m/infer", (), b""), 405, "use POST"),
         (("POST", "/v2/models/m/infer", (), b"{"), 400, "JSON"),
-        (("POST", "/v2/models/m/infer", (), bytes(5000)), 413, "above 4096 bytes"),
         (("HEAD", "/v2/health/ready", (), b""), 200, ""),
     ],
 )
