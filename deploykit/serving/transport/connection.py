@@ -42,8 +42,7 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SIZE = re.compile(rb"\d{1,18}")  # of a part in bytes
 SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
 LEAST_BYTES_S = 4 << 10  # on average, of a client that sends a request or reads an answer
-_IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
-_EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
+_IDLE_S = 1.0  # a connection idle for so long is closed to make room
 CLOSED_AT_ONCE = 256  # in a tick, to make room
 
 TURN_S = 0.01  # for one kind of work in a turn of the loop; a new connection takes four turns
@@ -532,12 +531,12 @@ class Port(ABC):
         above = len(self.connections) - self.limits.connections
         if above > self._closing and self._searched_s != self.now_s:
             self._searched_s = self.now_s
-            self._closing = self.close_idle(_IDLE_S)
+            self._closing = self.close_idle()
         return above <= self._closing
 
-    def close_idle(self, least_s: float = _EXHAUSTED_IDLE_S) -> int:
-        """Close connections idle for longest, for at least `least_s`; return how many."""
-        last_s = self.now_s - least_s
+    def close_idle(self) -> int:
+        """Close the connections that are idle for longest; return how many."""
+        last_s = self.now_s - _IDLE_S
         found = [(each.idle_since_s, each) for each in self.connections]
         idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
         chosen = heapq.nsmallest(CLOSED_AT_ONCE, idle, key=itemgetter(0))
