@@ -256,6 +256,8 @@ def test_an_address_that_cannot_be_bound_is_named() -> None:
         hosts = ("192.0.2.1", "no such host", "x" * 300, "unix:")
         rows = [({name: at}, f"`{name}` {at}: already in use") for name, at in taken.items()]
         rows += [({"host": host, "http_port": 0}, f"`host` {host}") for host in hosts]
+        # a name of two addresses: the other one is not taken in its place
+        rows += [({"host": "", "http_port": port}, f"`http_port` {port}: already in use")]
         for options, words in rows:
             with pytest.raises(BadInput, match=words) as caught:
                 Server({"m": engine}, ServeOptions(**options))

@@ -41,24 +41,20 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     except (OSError, UnicodeError) as exc:
         reason = os_reason(exc) if isinstance(exc, OSError) else "not a host name"
         raise BadInput(f"`host` {host}: {reason}") from exc
-    problem: OSError | None = None
-    for family, kind, protocol, _, address in sorted(found, key=lambda item: item[0]):
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(BACKLOG)  # now, as only this detects a port in use
-        except OSError as exc:
-            listening.close()
-            problem = exc
-        else:
-            listening.setblocking(False)
-            return listening
-    reason = os_reason(problem) if problem else "no address"
-    if problem is not None and problem.errno == errno.EADDRINUSE:
-        hint = f"stop its program, or choose another with {parameter} (0 picks a free one)"
-        raise BadInput(f"{parameter} {port}: already in use on {host}", hint=hint) from problem
-    raise BadInput(f"`host` {host}, {parameter} {port}: {reason}") from problem
+    family, kind, protocol, _, address = min(found, key=lambda item: item[0])  # IPv4 before IPv6
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)  # now, as only this detects a port in use
+    except OSError as exc:
+        listening.close()
+        if exc.errno == errno.EADDRINUSE:
+            hint = f"stop its program, or choose another with {parameter} (0 picks a free one)"
+            raise BadInput(f"{parameter} {port}: already in use on {host}", hint=hint) from exc
+        raise BadInput(f"`host` {host}, {parameter} {port}: {os_reason(exc)}") from exc
+    listening.setblocking(False)
+    return listening
 
 
 def _bind_unix(host: str, parameter: str) -> socket.socket:
