@@ -253,5 +253,6 @@ def health(url: str | None = None) -> None:
 
     port = os.environ.get("DEPLOYKIT_HTTP_PORT", "8000")
     port = "8000" if LINK.match(port) else port
-    result = probe.health(url or f"http://127.0.0.1:{port}")
-    output.line(f"{result.url} is ready")
+    url = url or f"http://127.0.0.1:{port}"
+    probe.health(url)
+    output.line(f"{url} is ready")

@@ -14,7 +14,6 @@ import re
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from deploykit.core.errors import (
     without_secrets,
 )
 from deploykit.core.files import StrPath, check_readable
-from deploykit.core.json_value import Record, Shown
+from deploykit.core.json_value import Shown
 
 _ERRORS: dict[int, type[DeploykitError]] = {
     each.http_status: each
@@ -265,15 +264,7 @@ def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
 # -- connections, and the health check -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Readiness(Record):
-    """The result of `health`: a server that is ready to answer for all its models."""
-
-    url: str
-    ready: bool = True
-
-
-def health(url: str = "http://127.0.0.1:8000") -> Readiness:
+def health(url: str) -> None:
     """Ask the server at `url`, or unix:FILE, for /v2/health/ready, which needs no token.
 
     With https:// the certificate is not checked: it names the server as its clients see it, not as
@@ -290,7 +281,6 @@ def health(url: str = "http://127.0.0.1:8000") -> Readiness:
         connection.close()
     if status != 200:
         raise GateFailed(f"{url}: not ready: it answered {status}: {reason_of(body)}")
-    return Readiness(url)
 
 
 def connect(
