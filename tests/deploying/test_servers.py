@@ -274,7 +274,7 @@ def test_the_manifests_fit_the_schemas_and_ask_for_the_profiles_gpu(
 def test_probes_and_autoscaling_ask_for_what_the_server_has(tmp_path: Path) -> None:
     found = written(tmp_path)
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    routes = Routes(repository)
+    routes = Routes(repository, lambda work, then: then(work))
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert found["container"][kind]["httpGet"]["path"] in routes._table
     predictor = found["InferenceService"]["spec"]["predictor"]

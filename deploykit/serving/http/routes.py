@@ -34,7 +34,7 @@ from deploykit.serving.http.predict import (
     from_base64,
 )
 from deploykit.serving.models.inference import Inference, Items, ModelRoute
-from deploykit.serving.models.offload import Lane, Offload, run_inline
+from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.offload import Result as Offloaded
 from deploykit.serving.models.pipelines import over_budget
 from deploykit.serving.models.repository import ModelRepository
@@ -291,7 +291,7 @@ class Routes:
     def __init__(
         self,
         repository: ModelRepository,
-        offload: Offload = run_inline,
+        offload: Offload,
         *,
         scheme: str = "http",
         group: ServerGroup | None = None,

@@ -41,11 +41,6 @@ class Lane(IntEnum):
 Offload = Callable[..., None]
 
 
-def run_inline(work: Callable[[], T], then: Callable[[Result[T]], None], **_: object) -> None:
-    """Run `work` without a thread. It may replace a ThreadOffload."""
-    then(work)
-
-
 class ThreadOffload(Closing):
     """Runs work on `threads` threads for each lane but the last, which has one.
 
