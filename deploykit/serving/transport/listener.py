@@ -81,12 +81,9 @@ def reserve(host: str, port: int, parameter: str) -> socket.socket:
     alone = bind(host, port, parameter)  # fails where another program listens, shared or not
     address = alone.getsockname()
     alone.close()
-    try:
-        with contextlib.suppress(OSError):  # the last server's connections are still closing
-            return _shared(alone.family, address, refuse_others=True)
-        return _shared(alone.family, address)
-    except OSError as exc:
-        raise BadInput(f"{parameter} {address[1]}: {os_reason(exc)}") from exc
+    with contextlib.suppress(OSError):  # the last server's connections are still closing
+        return _shared(alone.family, address, refuse_others=True)
+    return _shared(alone.family, address)
 
 
 def share_address(reserved: socket.socket) -> socket.socket:
