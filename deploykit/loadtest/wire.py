@@ -55,7 +55,8 @@ class AnswerCheck:
         expected: Sequence[Mapping[str, np.ndarray]] = (),
         max_error: float = 0.0,
     ) -> None:
-        self.outputs, self.expected, self.max_error = frozenset(outputs), expected, max_error
+        self.outputs = frozenset(outputs).union(*expected)
+        self.expected, self.max_error = expected, max_error
         # the beginning and the size in bytes of the last right answer over HTTP with its head
         self.usual: tuple[bytes, int] = (b"", -1)
         # and of the last right one without, by request
@@ -143,31 +144,19 @@ def read_body(body: bytes, json_bytes: int | None) -> tuple[Outputs, int]:
 
     `json_bytes`: None if all of it is JSON.
     """
-    json_bytes = len(body) if json_bytes is None else json_bytes
-    if not body:
-        raise WrongAnswerError("200 with an empty body")
+    json_bytes = at = len(body) if json_bytes is None else json_bytes
+    outputs = []
     try:
-        document = json.loads(body[:json_bytes])
-    except (ValueError, RecursionError):
-        raise WrongAnswerError("200 with a body that is not JSON") from None
-    if not isinstance(document, dict) or not isinstance(document.get("outputs"), list):
-        error = document.get("error") if isinstance(document, dict) else None
-        why = "without outputs" if error is None else one_line(f"with an error: {error}")
-        raise WrongAnswerError(f"200 {why}")
-    outputs, at = [], json_bytes
-    for item in document["outputs"]:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-            raise WrongAnswerError("200 with an output that has no name")
-        parameters = item.get("parameters")
-        size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
-        if isinstance(size, int):
-            value: Any = body[at : at + size]
-            at += size
-        else:
-            value = item.get("data")
-            if value is None:
-                raise WrongAnswerError(f"200 without the values of {item['name']}")
-        outputs.append(Output(item["name"], item.get("datatype"), item.get("shape"), value))
+        for item in json.loads(body[:json_bytes])["outputs"]:
+            value: Any = item.get("data")
+            size: Any = (item.get("parameters") or {}).get("binary_data_size")
+            if value is None or isinstance(size, int):
+                value = body[at : at + size]
+                at += size
+            name = str(item["name"])
+            outputs.append(Output(name, item.get("datatype"), item.get("shape"), value))
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise WrongAnswerError(f"200 without outputs: {error_text(body)}") from None
     if at != len(body):
         got = len(body) - json_bytes
         raise WrongAnswerError(f"200 with {got} bytes of tensors, not {at - json_bytes}")
@@ -190,24 +179,18 @@ def _size_of(datatype: Any, shape: Any, *, in_bytes: bool) -> int | None:
 def _compare(expected: Mapping[str, np.ndarray], outputs: Outputs, max_error: float) -> None:
     by_name = {output.name: output for output in outputs}
     for name, right in expected.items():
-        if name not in by_name:
-            raise WrongAnswerError(f"200 without the output {name}")
         _, datatype, shape, value = by_name[name]
-        dtype = DTYPES.get(str(datatype), "")
-        if dtype not in DTYPE_BYTES or dtype == "bfloat16":
-            raise WrongAnswerError(f"an answer whose {name}, a {datatype}, cannot be compared")
-        if not isinstance(shape, list) or tuple(shape) != right.shape:
-            sizes = list(right.shape)
-            raise WrongAnswerError(f"an answer whose {name} has the shape {shape}, not {sizes}")
         try:
-            got = (
-                np.frombuffer(value, np.dtype(carrier(dtype)).newbyteorder("<"))
-                if isinstance(value, bytes)
-                else np.array(value, carrier(dtype))
-            ).reshape(right.shape)
-        except (ValueError, TypeError, OverflowError):
-            raise WrongAnswerError(f"an answer whose {name} is not {datatype}{shape}") from None
-        a, b = right.astype(np.float64), got.astype(np.float64)
+            dtype = np.dtype(carrier(DTYPES[datatype])).newbyteorder("<")
+            read = np.frombuffer if isinstance(value, bytes) else np.array
+            got = read(value, dtype).reshape(right.shape)
+            a, b = right.astype(np.float64), got.astype(np.float64)
+            comparable = tuple(shape) == right.shape and not dtype.hasobject
+        except (ValueError, TypeError, KeyError, OverflowError):
+            comparable = False
+        if not comparable:
+            wanted = f"{right.dtype}{list(right.shape)}"
+            raise WrongAnswerError(f"an answer whose {name}, {datatype}{shape}, is no {wanted}")
         largest = float(np.abs(a).max(initial=0.0)) or 1.0
         error = float(np.abs(a - b).max(initial=0.0)) / largest
         if not (math.isfinite(error) and error <= max_error):

@@ -60,14 +60,14 @@ def read(answer: bytes, check: AnswerCheck | None = None, piece: int = 1 << 20) 
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"", "200 with an empty body"),
-        (b"<html>", "200 with a body that is not JSON"),
-        (b"[" * 100_000, "200 with a body that is not JSON"),
-        (b'{"error": "out of\\n memory"}', "200 with an error: out of memory"),
-        (b"{}", "200 without outputs"),
-        (b'{"outputs": [3]}', "200 with an output that has no name"),
+        (b"", "200 without outputs: no message"),
+        (b"<html>", "200 without outputs: <html>"),
+        (b"[" * 100_000, f"200 without outputs: {'[' * 200}"),
+        (b'{"error": "out of\\n memory"}', "200 without outputs: out of memory"),
+        (b"{}", "200 without outputs: {}"),
+        (b'{"outputs": [3]}', '200 without outputs: {"outputs": [3]}'),
         (b'{"outputs": [{"name": "z", "data": []}]}', "200 without the output y"),
-        (b'{"outputs": [{"name": "y"}]}', "200 without the values of y"),
+        (b'{"outputs": [{"name": "y"}]}', '200 without outputs: {"outputs": [{"name": "y"}]}'),
     ],
 )
 def test_status_200_without_a_result_is_a_failure(body: bytes, why: str) -> None:
@@ -115,7 +115,7 @@ def test_an_answer_that_begins_as_a_right_one_is_still_looked_at() -> None:
         (Y + np.float32(1e-5), None),
         (Y * 2, "a wrong answer: y differs by more than 0.001"),
         (np.full_like(Y, np.nan), "a wrong answer: y differs by more than 0.001"),
-        (Y.T, "an answer whose y has the shape [2, 1], not [1, 2]"),
+        (Y.T, "an answer whose y, FP32[2, 1], is no float32[1, 2]"),
     ],
 )
 def test_answers_are_compared_with_those_expected(got: np.ndarray, why: str | None) -> None:
