@@ -109,7 +109,7 @@ class BodyCheck(AnswerCheck):
         body = message
         if self._grpc:
             outputs, _ = read(message)
-            if len(outputs) != 1 or outputs[0].datatype != "BYTES":
+            if [(type(each.value), each.datatype) for each in outputs] != [(bytes, "BYTES")]:
                 raise WrongAnswerError("an answer that is not one of BYTES")
             body = outputs[0].value[LENGTH_BYTES:]
         if not body:
