@@ -30,6 +30,7 @@ _HINT = (
     "Unix socket as unix:FILE, or grpc://unix:FILE"
 )
 _UNIX = re.compile(r"(?:(https?|grpcs?)://)?unix:(?://)?(.*[^/])")
+_NAME = re.compile(r"(?:[A-Za-z0-9:_%-]{1,63}(?:\.|\Z))+")
 _QUESTIONS: Mapping[str, tuple[str, str, str]] = {  # -> gRPC method, HTTP verb and path after /v2
     "about": ("ServerMetadata", "GET", ""),
     "about/": ("", "GET", "/"),
@@ -97,26 +98,19 @@ class Server:
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         return socket.socket(family), (self.address, self.port)
 
-    def addresses(self) -> list[str]:
-        """Resolve the name in `address`. Raises BadInput."""
-        if self.unix:
-            return [self.address]
-        try:
-            found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as exc:
-            raise BadInput(f"{self.url}: no such host '{self.address}'", hint=_HINT) from exc
-        return [str(place[0]) for *_, place in found]
-
     def connect(self) -> socket.socket:
         """Return a connection. Raises OSError, of which TimeoutError and ssl.SSLError are kinds."""
-        connection, place = self.new_socket()
-        try:
-            connection.settimeout(TIMEOUT_S)
-            connection.connect(place)
-            return self.secure(connection, handshake=True) if self.tls else connection
-        except OSError:
-            connection.close()
-            raise
+        if self.unix:
+            connection, path = self.new_socket()
+            try:
+                connection.settimeout(TIMEOUT_S)
+                connection.connect(path)
+            except OSError:
+                connection.close()
+                raise
+        else:
+            connection = socket.create_connection((self.address, self.port), TIMEOUT_S)
+        return self.secure(connection, handshake=True) if self.tls else connection
 
     def wire(
         self,
@@ -268,7 +262,7 @@ def parse_url(url: str) -> Server:
         name, port = parts.hostname, parts.port or PORTS.get(parts.scheme, 0)
     except ValueError as exc:
         raise BadInput(f"'{shown}' is not a URL: {exc}", hint=_HINT) from exc
-    named = name is not None and re.fullmatch(r"[A-Za-z0-9.:_%-]+", name)
+    named = name is not None and _NAME.fullmatch(name)
     if parts.scheme not in PORTS or not named or not name or not url.isprintable():
         raise BadInput(f"'{shown}' is not an http:// or grpc:// URL", hint=_HINT)
     tls, grpc = parts.scheme in ("https", "grpcs"), parts.scheme.startswith("grpc")
@@ -291,16 +285,11 @@ def find_server(
         raise BadInput(f"`{option}` is for https:// and grpcs://")
     if server.tls:
         server.context  # noqa: B018 - refuses its files before a connection
-    # localhost may resolve to ::1 first, where nothing listens
-    for address in server.addresses():
-        server = replace(server, address=address)
-        try:
-            server.connect().close()
-        except OSError as exc:
-            if isinstance(exc, ssl.SSLError) or "handshake" in str(exc):
-                raise server.no_tls(exc) from exc
-            reason = os_reason(exc)
-            continue
-        return server
-    hint = "start one with: deploykit serve model.onnx"
-    raise BadInput(f"{url}: no server answers there: {reason}", hint=hint)
+    try:
+        with server.connect() as connection:
+            return server if server.unix else replace(server, address=connection.getpeername()[0])
+    except OSError as exc:
+        if isinstance(exc, ssl.SSLError) or "handshake" in str(exc):
+            raise server.no_tls(exc) from exc
+        hint = "start one with: deploykit serve model.onnx"
+        raise BadInput(f"{url}: no server answers there: {os_reason(exc)}", hint=hint) from exc
