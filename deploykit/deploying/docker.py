@@ -108,18 +108,13 @@ def choose_image(profile: Profile, release: str | None, machine: str) -> Image:
         )
     machine = machine if profile.architecture == "any" else profile.architecture
     kind, _, version = wanted.partition("-")
-    if kind == "jetpack" and base is not None:
+    base = base or _CPU_BASE
+    if kind == "jetpack":
         return _for_jetson(wanted, base, version)
     common = ("Dockerfile.x86", wanted)
     if profile.runtime != "tensorrt":
-        base = base or _CPU_BASE
         arguments = {"BASE": pin(base), "EXTRAS": "cpu,serve", "TENSORRT": ""}
         return Image(*common, base, python_of(base), machine, "cpu", arguments=arguments)
-    if base is None:
-        raise BadInput(
-            f"profile '{profile.name}': names no container image to start from",
-            hint='add to the file: [container_base] and cuda-13 = "REPOSITORY:TAG"',
-        )
     lock = "tensorrt-cu12" if version.startswith("12") else "tensorrt-cu13"
     tensorrt, last = TENSORRT, profile.tensorrt_max
     if last and release_numbers(last) < release_numbers(TENSORRT):
