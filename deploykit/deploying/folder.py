@@ -306,16 +306,13 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files, sorted. Raises BadInput for what no bundle has, as a link."""
+    """Yield the paths of all files, sorted. Raises BadInput for a link, a pipe or a device."""
     for path in sorted(folder.rglob("*")):  # which follows no link
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode):
             yield path.relative_to(folder).as_posix()
         elif not stat.S_ISDIR(mode):
-            what = "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file"
-            raise BadInput(f"{path}: {what}, which no bundle has")
-        elif not any(path.iterdir()):
-            raise BadInput(f"{path}: is an empty folder, which no bundle has")
+            raise BadInput(f"{path}: is a link or no regular file, which no bundle has")
 
 
 def write_tar(folder: Path, out: Path, top: str) -> None:
