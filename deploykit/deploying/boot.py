@@ -269,7 +269,12 @@ def boot_until_stopped(
     """
     check_device(options.device)
     folder = Path(bundle)
-    found = _open_bundle(folder)
+    found = read_bundle(folder)
+    if found.kind not in STARTED:
+        raise BadInput(
+            f"{folder}: is a bundle for {found.kind}, which does not start by itself",
+            hint="deploykit bundle MODEL --to docker",
+        )
     if Path(cache).resolve().is_relative_to(folder.resolve()):
         raise BadInput(f"`cache` {cache}: is inside the bundle, which may hold only its own files")
     profile = load_profile(found.profile)
@@ -304,18 +309,6 @@ def boot_until_stopped(
             on_start=on_start,
             on_serve=on_serve,
         )
-
-
-def _open_bundle(folder: Path) -> Bundle:
-    if folder.is_file():
-        raise BadInput(f"{folder}: is a file; a bundle is a folder", hint="unpack a .tar: tar -xf")
-    found = read_bundle(folder)
-    if found.kind not in STARTED:
-        raise BadInput(
-            f"{folder}: is a bundle for {found.kind}, which does not start by itself",
-            hint="deploykit bundle MODEL --to docker",
-        )
-    return found
 
 
 @dataclass

@@ -22,11 +22,12 @@ import numpy as np
 
 from deploykit import __version__
 from deploykit.core.artefact import Artefact, Manifest, write_manifest
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, os_reason, quote
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, quote
 from deploykit.core.files import (
     StrPath,
     check_readable,
     make_folder,
+    read_errors,
     read_json,
     sha256,
     temporary_folder,
@@ -233,9 +234,9 @@ def _sums(bundle: Bundle, digest: str) -> str:
 def read_bundle(folder: Path) -> Bundle:
     """Read `bundle.json` without checking the files. Raises NotFound, BadInput."""
     path = folder / BUNDLE_FILE
-    with _reading(folder):
+    with read_errors(folder):
         if not folder.is_dir():
-            raise NotFound(f"{folder}: no such folder")
+            raise NotFound(f"{folder}: is not a folder", hint="unpack a .tar first: tar -xf")
         if not path.exists():
             raise NotFound(f"{folder}: is no bundle: it has no {BUNDLE_FILE}", hint=_WRITER)
     if check_readable(path).stat().st_size > 4 << 20:
@@ -268,22 +269,13 @@ def _check_names(bundle: Bundle, path: Path) -> None:
             raise BadInput(f"{path}: names a file outside the bundle: {quote(name)}")
 
 
-@contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Raise what the operating system refuses, such as a file that has gone, as BadInput."""
-    try:
-        yield
-    except OSError as exc:
-        raise BadInput(f"{exc.filename or folder}: cannot be read: {os_reason(exc)}") from exc
-
-
 def verify(folder: Path, *, whole: bool = True) -> Bundle:
     """Check every byte of a bundle; raises NotFound or BadInput naming the first wrong file.
 
     `whole`: false in an image, which holds `model/` alone: other files may be missing.
     """
     bundle = read_bundle(folder)
-    with _reading(folder):
+    with read_errors(folder):
         listed, there = {*bundle.files, BUNDLE_FILE, SUMS_FILE}, set[str]()
         for name in _files(folder):
             if name not in listed:
