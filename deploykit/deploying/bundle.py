@@ -143,9 +143,6 @@ def bundle(
     float32, for a precision that the target lacks, and for an INT8 or FP8 model without golden
     samples; GateFailed for a model that did not pass its gate.
     """
-    if Path(model).suffix in (".py", ".toml"):
-        hint = "bundle each of its models, and run the pipeline where they are served"
-        raise BadInput(f"{model}: is not one model; a bundle holds one, and no pipeline", hint=hint)
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
     _check(source, target)
