@@ -106,10 +106,9 @@ def load_test(
     _check_options(rate, concurrency, duration_s, warmup_s)
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
-    if text and (data or expect):
-        raise BadInput("`text` and `data` or `expect` exclude each other")
-    if data and expect:
-        raise BadInput("`data` and `expect` exclude each other", hint="`expect` has inputs, too")
+    if sum(map(bool, (text, data, expect))) > 1:
+        hint = "`expect` has inputs, too"
+        raise BadInput("`text`, `data` and `expect` exclude each other", hint=hint)
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data, expect), force=force) if out is not None else None
     certificates = (file if file is None else os.fspath(file) for file in (ca_file, cert_file))
