@@ -102,7 +102,7 @@ def _profiles(incomplete: str) -> list[str]:
 def _recipes(incomplete: str) -> list[str]:
     from deploykit.core.recipe import list_recipes
 
-    return [each.name for each in list_recipes() if each.name.startswith(incomplete)]
+    return [name for name in list_recipes() if name.startswith(incomplete)]
 
 
 _COMPLETE: dict[str, Callable[[str], list[str]]] = {"PROFILE": _profiles, "RECIPE": _recipes}

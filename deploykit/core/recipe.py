@@ -6,7 +6,6 @@ neither torch nor numpy.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 from deploykit.core import files as resources
 from deploykit.core.errors import BadInput, NotFound, did_you_mean
-from deploykit.core.json_value import Record, Shown
+from deploykit.core.json_value import Shown
 from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import TensorSpec
 
@@ -97,27 +96,15 @@ class Recipe(Shown):
         return replace(self, build=partial(self.build, **sizes), outputs=outputs)
 
 
-@dataclass(frozen=True)
-class RecipeInfo(Record):
-    """A recipe's name and the first line of its docstring."""
-
-    name: str
-    summary: str
-    path: Path
-
-
-def list_recipes() -> list[RecipeInfo]:
-    """List the recipes that come with deploykit, without importing them."""
-    found = []
-    for path in sorted(resources.folder("models").glob("[a-z]*.py")):
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        found.append(RecipeInfo(path.stem.replace("_", "-"), docstring.partition("\n")[0], path))
-    return found
+def list_recipes() -> dict[str, Path]:
+    """Return the files of the recipes that come with deploykit, by name. Imports none."""
+    paths = sorted(resources.folder("models").glob("[a-z]*.py"))
+    return {path.stem.replace("_", "-"): path for path in paths}
 
 
 def find_bundled(name: str) -> Path:
     """Return the file of a recipe that comes with deploykit. Raises NotFound for other names."""
-    paths = {info.name: info.path for info in list_recipes()}
+    paths = list_recipes()
     if name not in paths:
         others = f"one of: {', '.join(paths)}; or a file: ./mine.py; or pkg.mod:RECIPE"
         raise NotFound(f"no recipe '{name}'", hint=did_you_mean(name, paths, others))

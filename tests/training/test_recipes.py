@@ -355,4 +355,4 @@ def test_a_checkpoint_with_odd_sizes_is_refused(tmp_path: Path, sizes: Any) -> N
 def test_every_recipe_is_listed_in_the_help_of_train() -> None:
     pages = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()  # test_docs keeps it true
     page = pages.partition("## deploykit train")[2].partition("## deploykit")[0]
-    assert [each.name for each in list_recipes() if each.name not in page] == []
+    assert [name for name in list_recipes() if name not in page] == []
