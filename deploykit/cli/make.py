@@ -310,18 +310,19 @@ def build(
         device=gpu_number(device),
         tf32=not no_tf32,
     )
+    if check:
+        from deploykit.building.prove import check_build
+
+        with Progress(f"build for {profile}") as progress:
+            checked = check_build(model, profile, shapes=shapes, on_progress=progress)
+        output.show(checked, tables.checked(checked), as_json=as_json)
+        checked.raise_if_refused()
+        return
+    names = ("precision", "calib", "data", "metric", "max_drop", "out", "force")
+    options = {name: given[name] for name in names}
     with (
-        output.shown_on_failure(as_json, tables.built),
+        output.shown_on_failure(as_json, tables.made),
         Progress(f"build for {profile}") as progress,
     ):
-        if check:
-            from deploykit.building.prove import check_build
-
-            checked = check_build(model, profile, shapes=shapes, on_progress=progress)
-            checked.raise_if_refused()
-            output.show(checked, tables.checked(checked), as_json=as_json)
-            return
-        names = ("precision", "calib", "data", "metric", "max_drop", "out", "force")
-        options = {name: given[name] for name in names}
         result = making.build(model, profile, **options, shapes=shapes, on_progress=progress)
     output.show(result, tables.made(result), as_json=as_json)

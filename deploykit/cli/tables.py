@@ -149,13 +149,6 @@ def calibrated(evidence: Evidence) -> list[str]:
     return ["  calibrated " + found.describe()] if found and chosen else []
 
 
-def built(result: Made | BuildCheck) -> list[Part]:
-    """Describe the file that a build left whose gate failed."""
-    from deploykit.evaluation.artefacts import Made
-
-    return made(result) if isinstance(result, Made) else checked(result)
-
-
 def checked(found: BuildCheck) -> list[Part]:
     """Show the report of NVIDIA's builder on a file."""
     word = "accepted" if found.accepted else "refused"
