@@ -10,14 +10,12 @@ response of /metrics.
 from __future__ import annotations
 
 import itertools
-import os
-import resource
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -441,12 +439,10 @@ class Sampler:
         devices = self._devices
         try:
             while not self._closing.is_set():
-                at_s = self._clock_s()
-                try:
+                at_s, process = self._clock_s(), dict[str, float]()
+                with suppress(OSError, KeyError, ValueError):  # /proc cannot be read
                     devices = devices or Devices()
                     process = this_process()
-                except OSError:  # the process has no file descriptor left
-                    process = {}
                 self._newest = Snapshot(at_s, process, devices.read() if devices else ())
                 self._closing.wait(INTERVAL_S)
         finally:
@@ -455,27 +451,17 @@ class Sampler:
 
 
 def this_process() -> dict[str, float]:
-    """Read /proc for this process: the values of `_PROCESS`. Raises OSError. Slow with many files.
+    """Read /proc for this process: the values of `_PROCESS`. Slow with many files.
 
-    `started_s`: seconds since 1970.
+    `started_s`: seconds since 1970. Raises OSError or KeyError without a file descriptor, and
+    ValueError without a limit of them.
     """
-    root = Path("/proc/self")
-    fields = (root / "stat").read_text().rpartition(")")[2].split()
-    ticks = os.sysconf("SC_CLK_TCK")
-    return {
-        "resident_bytes": int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
-        "cpu_s": (int(fields[11]) + int(fields[12])) / ticks,
-        "started_s": _since_1970_s(int(fields[19]) / ticks),
-        "open_fds": sum(1 for _ in (root / "fd").iterdir()),
-        "max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "threads": int(fields[17]),
-    }
+    from prometheus_client import PROCESS_COLLECTOR
 
-
-@lru_cache(maxsize=1)
-def _since_1970_s(since_boot_s: float) -> float:
-    """Convert a time since the boot; cached, so that setting the wall clock does not change it."""
-    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
+    samples = [sample for family in PROCESS_COLLECTOR.collect() for sample in family.samples]
+    found = {each.name: each.value for each in samples}
+    found["process_threads"] = sum(1 for _ in Path("/proc/self/task").iterdir())
+    return {field: found[name] for name, field in _PROCESS.items()}
 
 
 _GAUGES: Sequence[tuple[str, Mapping[str, str], Callable[[GpuState], float | None]]] = (
