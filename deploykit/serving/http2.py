@@ -258,7 +258,6 @@ class Http2Port(Port):
         self.offload = offload
         self.open_streams = 0  # on all connections
         self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
-        self._written: list[Http2Connection] = []  # those with output for the end of this turn
 
     def connect(self) -> Http2Connection:
         return Http2Connection(self)
@@ -267,20 +266,6 @@ class Http2Port(Port):
         super().retire()
         for connection in cast("set[Http2Connection]", self.connections):
             connection.retire(self.now_s)
-
-    def flush_soon(self, connection: Http2Connection) -> None:
-        """Flush the connection once the running callbacks of this turn of the loop have written."""
-        if not self._written:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._written.append(connection)
-
-    def _flush(self) -> None:
-        written, self._written = self._written, []
-        for connection in written:
-            try:
-                connection.flush()
-            except Exception:  # the other connections must not lose their output
-                log.exception("writing to an HTTP/2 connection failed")
 
 
 class Http2Connection(Connection):
@@ -605,8 +590,8 @@ class Http2Connection(Connection):
 
     def write(self, data: bytes) -> None:
         """Send `data`, joined with other writes of this turn of the loop."""
-        if not self._writes:
-            self.shared.flush_soon(self)
+        if not self._writes:  # flush once the running callbacks of this turn have written
+            asyncio.get_running_loop().call_soon(self.flush)
         self._writes += data
         if len(self._writes) > _TOGETHER_BYTES:
             self.flush()
