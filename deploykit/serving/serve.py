@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PACKAGES = ("orjson", "uvloop", "httptools", "google.protobuf", "hpack", "prometheus_client")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_NAME = re.compile(r"(?!(\.|\.\.|stats)$)[A-Za-z0-9._-]{1,128}")  # "stats" is a route
 AUTO, SHARED = "auto", "shared:"
 MOST_AUTO = 16  # more were not measured
 MOST = 256
@@ -69,13 +69,10 @@ def name_models(values: Sequence[str]) -> dict[str, Path]:
     """Parse `FILE` or `NAME=FILE`; return files by name. Raises BadInput."""
     files: dict[str, Path] = {}
     for text in values:
-        name, equals, file = text.partition("=")
+        name, _, file = text.partition("=")
         found = Path(text).exists() and not Path(file).exists()  # such as epoch=3-loss=0.1.onnx
         if found or not file or "/" in name:
             name, file = Path(text).stem, text
-        if not _NAME.fullmatch(name) and (equals or Path(file).suffix):
-            hint = f"NAME=FILE, with a NAME of letters, digits, '.', '_' or '-': NAME={file}"
-            raise BadInput(f"{text}: '{name}' cannot be the name of a model", hint=hint)
         if name in files:
             raise BadInput(f"{text}: the name '{name}' is taken", hint="give it another: NAME=FILE")
         files[name] = Path(file)
@@ -376,6 +373,11 @@ def _prepare(options: ServeOptions) -> _Service:
         raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
     for file in (*files.values(), *references.values()):
         check_readable(file)
+    for name, file in (*served.items(), *pipelines.items()):
+        if not _NAME.fullmatch(name):  # a part of a URL's path
+            form = "NAME=FILE, with a NAME of letters, digits, '.', '_' or '-', not 'stats'"
+            hint = f"{form}: NAME={file}"
+            raise BadInput(f"{file}: '{name}' cannot be the name of a model", hint=hint)
     workers = choose_workers(served, options)
     threads = threads_each(options, workers)
     settings = replace(options, models=(), pipelines=(), shadows=(), threads=threads)

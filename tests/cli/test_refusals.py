@@ -156,7 +156,7 @@ REFUSED = {  # the command line without `deploykit` -> what stderr says
     "bundle stages.py --profile cpu -o b": "bundle each of its models",
 }
 for name in ("two words", "", "ä", "x" * 129):
-    REFUSED[f"serve --engine '{name}=m.onnx'"] = f"'{name}' cannot be the name of a model"
+    REFUSED[f"serve --engine '{name}=mean.onnx'"] = f"'{name}' cannot be the name of a model"
 for url in ("8000", "http://", "http://x:port", "http://a b"):
     REFUSED[f"health '{url}'"] = url
 for line in ON_A_MODEL:

@@ -149,6 +149,21 @@ def test_a_file_with_any_name_is_served_under_a_valid_one(model: Path, file: str
         assert server.models == ("m",)
 
 
+@pytest.mark.parametrize("kind", ["models", "pipelines"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", "stats", " ", "é", "a" * 129, "a\n"])
+def test_a_name_that_could_be_a_path_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+    file = tmp_path / "steps.py"
+    file.write_text("def greet(x: str) -> str:\n    return x\n")
+    with pytest.raises(dk.BadInput, match="cannot be the name of a model"):
+        dk.serve(**{kind: {name: file}})
+
+
+@pytest.mark.parametrize("name", ["resnet-18_v1.5", "..m", "a" * 128])
+def test_any_other_name_is_taken(model: Path, name: str) -> None:
+    with dk.serve({name: model}) as server:
+        assert server.models == (name,)
+
+
 def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path, tmp_path: Path) -> None:
     """It changes neither signals nor logging; a fork does not close it; another one runs too."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,18 +28,6 @@ EXTENSIONS = (
     "schedule_policy",
     "statistics",
 )
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_RESERVED = (".", "..", "stats")
-
-
-def _check_name(name: str) -> None:
-    """Raise BadInput for a name that a URL path cannot contain."""
-    if not _NAME.fullmatch(name) or name in _RESERVED:
-        raise BadInput(
-            f"'{name}' cannot be the name of a model",
-            hint="give it another: NAME=FILE, with 1 to 128 letters, digits, '.', '_' or '-'; not "
-            "'.', '..' or 'stats'",
-        )
 
 
 class ModelRepository:
@@ -57,8 +44,6 @@ class ModelRepository:
         *,
         make_model: Callable[..., ServedModel] = ServedModel,
     ) -> None:
-        for name in models:
-            _check_name(name)
         self.options = options
         self.leaving = False  # whether it reports not ready, although requests are still accepted
         self.draining = False  # see `drain`
@@ -89,10 +74,9 @@ class ModelRepository:
     def add_pipelines(
         self, graphs: Mapping[str, PipelineGraph], loop: asyncio.AbstractEventLoop, processes: int
     ) -> None:
-        """Serve pipelines of these models by name. Raises BadInput for an invalid name."""
+        """Serve pipelines of these models by name."""
         shared = self.options, self.memory, loop, processes
         for name, (graph, models) in graphs.items():
-            _check_name(name)
             stages = {stage: self.models[model] for stage, model in models.items()}
             self.pipelines[name] = ServedPipeline(name, graph, stages, *shared)
 

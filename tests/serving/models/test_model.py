@@ -76,22 +76,6 @@ def raises(error: Exception) -> FakeEngine:
     return Function(fail)
 
 
-@pytest.mark.parametrize(
-    ("name", "taken"),
-    [
-        *((name, False) for name in ["", "a/b", "..", "stats", " ", "é", "a" * 129, "a\n"]),
-        *((name, True) for name in ["m", "resnet-18_v1.5", "..m", "a" * 128]),
-    ],
-)
-def test_a_name_that_could_be_a_path_is_refused(name: str, taken: bool) -> None:
-    if taken:
-        with holding({name: FakeEngine()}) as repository:
-            assert repository.find(name).name == name
-    else:
-        with pytest.raises(BadInput, match="cannot be the name of a model"):
-            ModelRepository({name: FakeEngine()}, ServeOptions())
-
-
 def test_a_model_without_inputs_is_refused_and_leaves_no_thread() -> None:
     engine = FakeEngine()
     engine.inputs = ()
