@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from deploykit.core.arguments import check_arguments
 from deploykit.core.artefact import ArtefactLike
-from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.files import StrPath, check_readable
+from deploykit.core.errors import BadInput
+from deploykit.core.files import StrPath, read_text
 
 VERSION = "1"  # every model has one version
 _RULE = "the token must have at least 16 printable characters"
@@ -95,8 +95,6 @@ class ServeOptions:
                 raise BadInput(f"`{each.name}` must be between {low} and {high}, got {value}")
         if self.token_file is not None:
             object.__setattr__(self, "token", read_token(self.token_file))
-            if not Path(self.token_file).is_file():  # a pipe can be read once
-                object.__setattr__(self, "token_file", None)
         if not isinstance(self.buckets, Mapping):
             sizes, values = _parse_buckets(self.buckets)
             object.__setattr__(self, "buckets", sizes)
@@ -155,12 +153,8 @@ def takes(kind: Callable[_P, _S]) -> Callable[[Callable[[_S], _R]], Callable[_P,
 
 
 def read_token(file: StrPath) -> str:
-    """Return the token in the first line of the file. Raises BadInput."""
-    try:
-        first = check_readable(Path(file)).read_text("utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = os_reason(exc) if isinstance(exc, OSError) else "is not text"
-        raise BadInput(f"`token_file` {file}: {reason}") from exc
+    """Return the token in the first line of the file. Raises NotFound or BadInput."""
+    first = read_text(Path(file)).partition("\n")[0].strip()
     if len(first) < 16 or not first.isprintable():
         raise BadInput(f"`token_file` {file}: {_RULE}")
     return first
