@@ -131,28 +131,23 @@ class ModelRepository:
         reasons = (each.why_not_ready() for each in chosen)
         return self.fatal or next((reason for reason in reasons if reason), None)
 
-    @property
-    def unanswered(self) -> int:
-        return sum(model.unanswered for model in self.models.values())
-
     def drain(self) -> None:
         """Accept no more requests and report not ready; accepted ones are still answered."""
         self.leaving = self.draining = True
         for each in self.served.values():
             each.draining = True
 
-    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
-        """End the engines' threads. Returns the unanswered requests: 0 unless an engine hangs."""
+    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """End the engines' threads; `drain`: once they have answered."""
         self.drain()
         for pipeline in self.pipelines.values():
             pipeline.close()
         left_s = countdown(timeout_s)
-        batchers = [model.batcher for model in self.models.values()]
-        left = sum(each.close(drain=drain, timeout_s=left_s()) for each in batchers)
+        for model in self.models.values():
+            model.batcher.close(drain=drain, timeout_s=left_s())
         self.sampler.close()
         if self.memory is not None:
             self.memory.close()
-        return left
 
     def metadata(self) -> dict[str, Any]:
         offered = list(EXTENSIONS)
