@@ -88,13 +88,11 @@ def name_shadows(
         shadows = [f"{name}={file}" for name, file in shadows.items()]
     for text in shadows:
         name, equals, file = text.partition("=")
-        if not equals or (name not in models and Path(text).exists()):
-            if len(models) > 1:
-                raise BadInput(f"`shadows` {text}: of which model?", hint="`shadows` NAME=FILE")
-            name, file = "".join(models[:1]), text
+        if len(models) == 1 and (not equals or (name not in models and Path(text).exists())):
+            name, file = models[0], text
         if name not in models or name in found:
-            why = "is given twice" if name in found else "no such model"
-            raise BadInput(f"`shadows` {text}: {why}", hint=f"served here: {', '.join(models)}")
+            hint = f"served here: {', '.join(models)}"
+            raise BadInput(f"`shadows` {text}: must be NAME=FILE, once for each NAME", hint=hint)
         found[name] = Path(file)
     return found
 

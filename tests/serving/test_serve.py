@@ -98,8 +98,9 @@ TWO_INPUTS = """
     ("options", "words"),
     [
         ({"models": []}, "no engine to serve"),
-        ({"shadows": ["x=MODEL"]}, "no such model"),
-        ({"shadows": ["MODEL", "MODEL"]}, "given twice"),
+        ({"shadows": ["x=MODEL"]}, "must be NAME=FILE"),
+        ({"shadows": ["MODEL", "MODEL"]}, "once for each NAME"),
+        ({"models": ["MODEL", "b=MODEL"], "shadows": ["MODEL"]}, "must be NAME=FILE"),
         ({"shadows": ["linear.onnx"]}, "the shadow's inputs"),
         ({"buckets": ["T"]}, "AXIS=16,32,64"),
         ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
@@ -133,8 +134,8 @@ def test_contradictory_serve_options_are_refused(
     save(onnx.parser.parse_model(TWO_INPUTS), Path("two.onnx"))
     chosen = {"models": [str(model)], **options}
     log_format = chosen.pop("log_format", "text")
-    if "shadows" in options:
-        chosen["shadows"] = [text.replace("MODEL", str(model)) for text in options["shadows"]]
+    for kind in chosen.keys() & {"models", "shadows"}:
+        chosen[kind] = [text.replace("MODEL", str(model)) for text in chosen[kind]]
     with pytest.raises(dk.BadInput, match=words):
         serve_until_stopped(ServeOptions(**chosen), log_format=log_format)
 
