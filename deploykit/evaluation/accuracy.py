@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, GateFailed, users_code
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, users_code
 from deploykit.core.evidence import Drop, Evaluation, Interval, Parity, ParityRow
 from deploykit.core.files import import_object
 from deploykit.engines.data.samples import Samples, check_finite
@@ -147,7 +147,11 @@ def find_metric(name: str) -> Metric:
 
     def score(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
         with users_code(f"metric {name}: failed"):
-            found = np.asarray(function(outputs, labels))
+            try:
+                found = np.asarray(function(outputs, labels))
+            except DeploykitError as exc:  # `users_code` lets it pass
+                exc.message = f"metric {name}: failed: {exc.message}"
+                raise
         if found.dtype.kind not in "biuf" or found.shape != (len(labels),):
             raise BadInput(
                 f"metric {name}: returned {found.dtype}{list(found.shape)}",

@@ -384,6 +384,7 @@ def test_no_perplexity_is_refused(logits: np.ndarray, labels: np.ndarray, messag
 USERS = """
 import sys
 import numpy as np
+import deploykit as dk
 
 def closeness(outputs, labels):
     return 1 - np.abs(outputs["y"][:, 0] - labels)
@@ -394,6 +395,7 @@ def text(outputs, labels): return ["good"] * len(labels)
 def key(outputs, labels): return outputs["logits"]
 def leaves(outputs, labels): sys.exit(3)
 def writes(outputs, labels): labels[:] = 0
+def calls(outputs, labels): dk.load("missing.onnx")
 NUMBER = 3
 """
 
@@ -424,6 +426,7 @@ def test_a_users_metric_scores_in_its_own_unit_and_booleans_are_right_and_wrong(
         ("key", "failed: KeyError: 'logits'"),
         ("leaves", r"failed: it called exit\(3\)"),
         ("writes", "failed: ValueError: assignment destination is read-only"),
+        ("calls", r"failed: missing\.onnx: no such file"),
     ],
 )
 def test_an_error_in_a_users_metric_names_the_metric(users: str, name: str, message: str) -> None:
