@@ -167,7 +167,7 @@ def details(document: Json) -> list[Table]:
             },
             "A drop is paired: the same samples on both.",
         ),
-        *(parity_table(each, _decided_by(document, each)) for each in document["parity"]),
+        *map(parity_table, document["parity"]),
         _points(document, [p for p in every if not why_not(document, p)], "Every point"),
         _points(document, [p for p in every if why_not(document, p)], "Rows without a verdict"),
         serving_table(document),
@@ -241,18 +241,6 @@ def _how(point: Json) -> str:
     if point["processes"] > 1:
         how += f" of {point['processes']} processes"
     return "; ".join(filter(None, [how, _sizes(point), point["note"]]))
-
-
-def _decided_by(document: Json, parity: Json) -> str:
-    """Return what decides on an artefact whose precision has no bound; else ""."""
-    precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
-    rival = parity["b"].partition(" in ")[2].split()  # "model.onnx in OpenVINO bf16"
-    precision = precisions.get(parity["b"], rival[1] if len(rival) > 1 else "fp32")
-    if precision in ("fp32", None):
-        return ""
-    measured = any(row["precision"] == precision for row in document["accuracy"])
-    by = "its accuracy decides, above" if measured else "accuracy, not measured here, decides"
-    return f"No bound applies to this error: {precision} rounds, and {by}."
 
 
 def plain_table(title: str, rows: Iterable[Json], note: str = "") -> Table:

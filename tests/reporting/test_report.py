@@ -217,30 +217,6 @@ def test_a_ratio_is_paired_by_round_of_equal_measurements(
     assert replace(report, points=points, baseline="no such setup").speedups == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "said"),
-    [
-        ("model.onnx", "fp32", "NOT within"),
-        ("int8.onnx", "int8", "its accuracy decides, above"),
-        ("model.onnx in OpenVINO bf16 of model", None, ""),
-        ("model.onnx in OpenVINO fp32 of model", None, "NOT within"),
-    ],
-)
-def test_no_bound_is_stated_where_the_accuracy_decides(
-    report: Report, name: str, precision: str | None, said: str
-) -> None:
-    parity = {**report.parity[0], "b": name, "passed": False}
-    files = ({"file": name, "sha256": "0", "precision": precision, "format": "onnx"},)
-    files = files if precision else report.artefacts
-    document = replace(report, parity=(parity,), artefacts=files).to_dict()
-    notes = " ".join(table.note for table in details(document) if table.note)
-    assert said in notes
-    assert ("within" in notes) == (said == "NOT within")
-    if precision == "int8":
-        notes = " ".join(each.note or "" for each in details(document | {"accuracy": []}))
-        assert "not measured" in notes
-
-
 def test_a_report_of_a_jetson_without_its_power_mode_is_marked(report: Report) -> None:
     board, unknown, changed = {"l4t": "36.4.3"}, {"power_mode": None}, {"power_mode": "15W, 25W"}
     on_jetson = replace(JETSON, **unknown, source="nvml+sysfs")
