@@ -48,33 +48,25 @@ def count(value: int) -> str:
     return f"{value:,}".replace(",", SPACE).replace("-", "−")
 
 
-def spread(parts: Parts | None, scale: float = 1.0) -> str:
+def spread(parts: Parts | None) -> str:
     """Return a value and its interval: "1.80 [1.70, 1.90]"; JSON's null is infinity."""
     if parts is None:
         return MISSING
-    value, low, high = (
-        "∞" if parts[key] is None else number(parts[key] * scale)
-        for key in ("value", "low", "high")
-    )
+    value, low, high = (or_infinite(parts[key]) for key in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
 
 
-def percent(parts: Parts, n: int) -> str:
-    """Return a share and its interval in per cent, with the digits that `n` samples can carry."""
-    return "{}{space}% [{}, {}]".format(*_digits(parts, n), space=SPACE)
+def percent(parts: Parts, n: int, unit: str = "%") -> str:
+    """Return a share and its interval times 100, with the digits that `n` samples can carry.
 
-
-def points(parts: Parts | None, n: int) -> str:
-    """Return a difference of shares in percentage points: "0.2 pp (−0.3 to 0.7)"."""
-    if parts is None:
-        return MISSING
-    return "{}{space}pp ({} to {})".format(*_digits(parts, n), space=SPACE)
-
-
-def _digits(parts: Parts, n: int) -> list[str]:
-    digits, values = 1 if n < 1000 else 2, (parts[key] * 100 for key in ("value", "low", "high"))
-    # + 0.0: no minus zero
-    return [f"{round(x, digits) + 0.0:.{digits}f}".replace("-", "−") for x in values]
+    `unit`: "pp", percentage points, for a difference of shares: "0.2 pp [−0.3, 0.7]".
+    """
+    digits = 1 if n < 1000 else 2
+    value, low, high = (
+        f"{round(parts[key] * 100, digits) + 0.0:.{digits}f}".replace("-", "−")  # no minus zero
+        for key in ("value", "low", "high")
+    )
+    return f"{value}{SPACE}{unit} [{low}, {high}]"
 
 
 def parity_table(parity: Json) -> Table:

@@ -19,7 +19,6 @@ from deploykit.evaluation.formatting import (
     or_infinite,
     parity_table,
     percent,
-    points,
     spread,
 )
 
@@ -162,7 +161,7 @@ def details(document: Json) -> list[Table]:
                 "samples": lambda row: count(row["n"]),
                 "value": lambda row: percent(row["value"], row["n"]),
                 "drop": lambda row: (
-                    "reference" if row["drop"] is None else points(row["drop"], row["n"])
+                    "reference" if row["drop"] is None else percent(row["drop"], row["n"], "pp")
                 ),
             },
             "A drop is paired: the same samples on both.",

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.formatting import SPACE, count, number, points, spread
+from deploykit.evaluation.formatting import SPACE, count, number, percent, spread
 from deploykit.evaluation.statistics import (
     FASTER,
     NO_DIFFERENCE,
@@ -231,8 +231,7 @@ def _accuracy(report: Report, candidate: Point) -> str:
         return "its accuracy was not measured"
     if row["drop"] is None:
         return f"its accuracy is the reference ({row['metric']}, n = {row['n']})"
-    drop = points(row["drop"], row["n"])
-    return f"{row['metric']} drop {drop.removesuffix(')')}, n = {row['n']})"
+    return f"{row['metric']} drop {percent(row['drop'], row['n'], 'pp')}, n = {row['n']}"
 
 
 def _crossover(usable: Sequence[Point], candidate: Point, reference: Point) -> str:

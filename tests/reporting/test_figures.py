@@ -15,7 +15,7 @@ import pytest
 
 from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
-from deploykit.evaluation.formatting import MISSING, count, number, points, spread
+from deploykit.evaluation.formatting import MISSING, count, number, percent, spread
 from deploykit.evaluation.statistics import CallHistogram
 from deploykit.reporting.charts import (
     BOUND,
@@ -217,7 +217,7 @@ def test_every_setup_has_a_look_of_its_own_and_the_same_in_every_chart(
         (count(12345), "12 345"),
         (spread({"value": 1.84, "low": 1.79, "high": None}), "1.84 [1.79, ∞]"),
         (spread(None), MISSING),
-        (points({"value": 0.002, "low": -0.003, "high": 0.007}, 540), "0.2 pp (−0.3 to 0.7)"),
+        (percent({"value": 0.002, "low": -0.003, "high": 0.007}, 540, "pp"), "0.2 pp [−0.3, 0.7]"),
     ],
 )
 def test_a_figure_has_three_significant_digits_and_a_count_all(text: str, expected: str) -> None:
