@@ -366,13 +366,3 @@ def test_every_call_is_counted_in_one_bin() -> None:
     assert CallHistogram.of([1.01e-6]).bins == (1,)  # the lower end of a bin belongs to it
     assert CallHistogram.of([1e-6, 1e-6]) == CallHistogram((0,), (2,))
     assert CallHistogram.of([0.0]).calls == 1  # a clock that did not move
-
-
-@pytest.mark.parametrize(
-    ("bins", "counts"),
-    [((1,), ()), ((2, 1), (1, 1)), ((1, 1), (1, 1)), ((1,), (0,)), ((10**400,), (1,))],
-    ids=["lengths", "order", "twice", "empty bin", "no such time"],
-)
-def test_a_damaged_histogram_is_refused(bins: tuple[int, ...], counts: tuple[int, ...]) -> None:
-    with pytest.raises(BadInput, match="rising bins"):
-        CallHistogram(bins, counts)
