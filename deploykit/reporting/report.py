@@ -284,25 +284,17 @@ def crossover(
 
     a is ahead if the 95 % intervals of "throughput" or "p50" latency do not touch, and the figures
     differ by more than is practically equal and, for points timed in one process, by more than the
-    spread of processes. Nothing is interpolated. Raises BadInput when no batch was measured on
-    both.
+    spread of processes. Nothing is interpolated.
     """
     side_a, side_b = ({point.batch: point for point in side} for side in (points_a, points_b))
     common = sorted(side_a.keys() & side_b.keys(), reverse=True)
-    if not common:
-        raise BadInput("no batch size was measured on both sides, so there is no crossover")
     ahead = takewhile(lambda batch: _ahead(side_a[batch], side_b[batch], by), common)
     return min(ahead, default=None)
 
 
 def best(points: Sequence[Point], by: str = "throughput") -> Point:
-    """Return the point with the highest throughput or, by "p50", the lowest median latency.
-
-    Raises BadInput when there is none, or none with enough samples for a median.
-    """
+    """Return the point with the highest throughput or, by "p50", the lowest median latency."""
     figures = [(figure.value, point) for point in points if (figure := _figure(point, by))]
-    if not figures:
-        raise BadInput(f"no point has a {by} figure")
     choose = min if by == "p50" else max
     return choose(figures, key=lambda pair: pair[0])[1]
 

@@ -287,8 +287,7 @@ def test_crossover_is_the_first_batch_from_which_a_stays_ahead(
     assert crossover(CPU, slow_then_fast, by="p50") is None
     unknown = [replace(p, latency=Latency(3, None, None, None, 1.0)) for p in CPU]
     assert crossover(unknown, CPU, by="p50") is None
-    with pytest.raises(BadInput, match="no batch size was measured on both"):
-        crossover(points(b3=(1, 2)), CPU)
+    assert crossover(points(b3=(1, 2)), CPU) is None  # no batch was measured on both
 
 
 @pytest.mark.parametrize(
