@@ -69,26 +69,6 @@ def percent(parts: Parts, n: int, unit: str = "%") -> str:
     return f"{value}{SPACE}{unit} [{low}, {high}]"
 
 
-def parity_table(parity: Json) -> Table:
-    """Return the errors of each output and batch size."""
-    shared = any(row.get("mean_iou") is not None for row in parity["rows"])
-    rows = tuple(
-        (
-            row["output"],
-            count(row["batch"]),
-            count(row["values"]),
-            *(or_infinite(row[key]) for key in ("error", "max_abs", "rms", "sqnr_db")),
-            MISSING if row["agreement"] is None else number(row["agreement"] * 100),
-            *((MISSING if row.get("mean_iou") is None else number(row["mean_iou"]),) * shared),
-        )
-        for row in parity["rows"]
-    )
-    names = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
-    columns = names + ("mean IoU",) * shared
-    note = "Error: max |a−b| / max |a|. Whether it is small enough is under Gates."
-    return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
-
-
 def or_infinite(value: float | None) -> str:
     return "∞" if value is None else number(value)
 

@@ -6,7 +6,7 @@ A missing measurement is marked as such, never as 0 or an empty cell.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deploykit.evaluation.formatting import (
@@ -17,29 +17,13 @@ from deploykit.evaluation.formatting import (
     count,
     number,
     or_infinite,
-    parity_table,
     percent,
     spread,
 )
 
 NOT_MEASURED = "not measured"
 _PERCENTILES = ("p50_ms", "p90_ms", "p99_ms")
-Columns = Mapping[str, Callable[[Any], str]]  # name of a column -> function from a row to its cell
-_TEXT = (  # columns without figures, except the first
-    *("setup", "precision", "metric", "load", "loop", "layer", "operator", "result", "detail"),
-    *("device", "runtime", "sessions, threads", "notes", "verdict"),
-)
-
-
-def make_table(title: str, rows: Iterable[Any], columns: Columns, note: str = "") -> Table:
-    """Return a table with a row for each of `rows`."""
-    cells = tuple(tuple(make(row) for make in columns.values()) for row in rows)
-    return Table(title, tuple(columns), cells, text_columns(columns), note)
-
-
-def text_columns(names: Iterable[str]) -> tuple[int, ...]:
-    """Return the numbers of the columns without figures."""
-    return tuple(at for at, name in enumerate(names) if at == 0 or name in _TEXT)
+_FIGURE = re.compile(r"[−\d.∞\s%p]+( \[|$)")  # a cell with one: "12 300", "0.2 pp [−0.3, 0.7]"
 
 
 def why_not(document: Json, point: Json) -> str:
@@ -85,7 +69,7 @@ def load_label(result: Json) -> str:
 
 def summary(document: Json) -> Table:
     """Return a row for each setup at its best batch; those without a verdict are last."""
-    rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    rows, apart = list[Json](), list[Json]()
     smallest = at_smallest(document["points"])
     batch = str(smallest[0]["batch"]) if smallest else "1"
     for label, measured in by_label(document["points"]).items():
@@ -95,30 +79,22 @@ def summary(document: Json) -> Table:
         scored = accuracy_of(document["accuracy"], label, str(best["precision"]))
         at_first = str(first["batch"]) == batch
         doubt = "wrong outputs" if label in document["wrong"] else "no verdict"
-        row = (
-            label,
-            str(best["device"]) or MISSING,
-            NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
-            *(_ms(first, key) if at_first else MISSING for key in ("p50_ms", "p99_ms")),
-            f"{spread(best['throughput_per_s'])} batch {best['batch']}",
-            _against(document, best) if usable else doubt,
-        )
+        row = {
+            "setup": label,
+            "device": best["device"],
+            "accuracy": percent(scored["value"], scored["n"]) if scored else NOT_MEASURED,
+            f"p50 at batch {batch} (ms)": _ms(first, "p50_ms") if at_first else None,
+            f"p99 at batch {batch} (ms)": _ms(first, "p99_ms") if at_first else None,
+            "best throughput (inferences/s)": (
+                f"{spread(best['throughput_per_s'])} batch {best['batch']}"
+            ),
+            "× baseline, same batch": _against(document, best) if usable else doubt,
+        }
         (rows if usable else apart).append(row)
     sizes = "".join(f"Inputs of the smallest batch: {s}. " for s in map(_sizes, smallest[:1]) if s)
-    base = document["baseline"] or "baseline"
-    columns = (
-        *(
-            "setup",
-            "device",
-            "accuracy",
-            f"p50 at batch {batch} (ms)",
-            f"p99 at batch {batch} (ms)",
-        ),
-        "best throughput (inferences/s)",
-        f"× {base if len(base) < 40 else 'baseline'}, same batch",
-    )
-    note = f"{sizes}Brackets hold 95 % intervals."
-    return Table("In short", columns, (*rows, *apart), text_columns(columns), note)
+    base = f" The baseline is {document['baseline']}." * bool(document["baseline"])
+    note = f"{sizes}Brackets hold 95 % intervals.{base}"
+    return make_table("In short", [*rows, *apart], note)
 
 
 def _ms(point: Json, key: str) -> str:
@@ -153,32 +129,28 @@ def details(document: Json) -> list[Table]:
     tables = [
         make_table(
             "Accuracy",
-            document["accuracy"],
-            {
-                "setup": lambda row: row["label"] or row["precision"],
-                "precision": lambda row: row["precision"],
-                "metric": lambda row: row["metric"],
-                "samples": lambda row: count(row["n"]),
-                "value": lambda row: percent(row["value"], row["n"]),
-                "drop": lambda row: (
-                    "reference" if row["drop"] is None else percent(row["drop"], row["n"], "pp")
-                ),
-            },
+            [
+                {"setup": row["label"] or row["precision"]}
+                | {"precision": row["precision"], "metric": row["metric"], "samples": row["n"]}
+                | {"value": percent(row["value"], row["n"])}
+                | {"drop": percent(row["drop"], row["n"], "pp") if row["drop"] else "reference"}
+                for row in document["accuracy"]
+            ],
             "A drop is paired: the same samples on both.",
         ),
-        *map(parity_table, document["parity"]),
+        *map(_parity, document["parity"]),
         _points(document, [p for p in every if not why_not(document, p)], "Every point"),
         _points(document, [p for p in every if why_not(document, p)], "Rows without a verdict"),
         serving_table(document),
         *(layers_table(each) for each in document.get("layers") or () if each["sum_ms"]),
-        plain_table("Artefacts", document["artefacts"]),
-        plain_table("Steps", document["steps"]),
-        plain_table(
+        make_table("Artefacts", document["artefacts"]),
+        make_table("Steps", document["steps"]),
+        make_table(
             "Memory",
             document.get("memory") or (),
             "The most that a fresh process had resident, with Python and the libraries.",
         ),
-        plain_table(
+        make_table(
             "Compute alone",
             [
                 {key: point[key] for key in ("label", "batch")}
@@ -189,21 +161,21 @@ def details(document: Json) -> list[Table]:
             ],
             "Compute: further calls, less the copies to the GPU and back that the runtime timed.",
         ),
-        plain_table(
+        make_table(
             "Scenarios",
             document.get("scenarios") or (),
             "As MLPerf defines them, but shorter; percentiles by its rule of early stopping, 99 %.",
         ),
-        plain_table(
+        make_table(
             "Predicted and measured",
             document.get("predicted") or (),
             "Predicted by a plan before the run. A plan for a GPU is of TensorRT.",
         ),
         *(
-            plain_table(title, (document.get(key) or {}).get("points") or ())
+            make_table(title, (document.get(key) or {}).get("points") or ())
             for title, key in (("Roofline", "roofline"), ("Roofline of the GPU", "gpu_roofline"))
         ),
-        plain_table(
+        make_table(
             "Energy",
             document.get("energy") or (),
             "Device energy, not that at the wall: no power supply, no fan.",
@@ -212,27 +184,37 @@ def details(document: Json) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
+def _parity(parity: Json) -> Table:
+    rows = [
+        {"output": row["output"], "batch": row["batch"], "values": row["values"]}
+        | {key: or_infinite(row[key]) for key in ("error", "max_abs", "rms")}
+        | {"SQNR (dB)": or_infinite(row["sqnr_db"])}
+        | {"argmax (%)": None if row["agreement"] is None else 100 * row["agreement"]}
+        | {"mean IoU": "" if row.get("mean_iou") is None else row["mean_iou"]}
+        for row in parity["rows"]
+    ]
+    note = "Error: max |a−b| / max |a|. Whether it is small enough is under Gates."
+    return make_table(f"Parity of {parity['b']} with {parity['a']}", rows, note)
+
+
 def _points(document: Json, chosen: Sequence[Json], title: str) -> Table:
-    columns: Columns = {
-        "setup": lambda point: str(point["label"]),
-        "runtime": lambda point: str(point["runtime"]),
-        "batch": lambda point: count(point["batch"]),
-        "sessions, threads": lambda point: (
-            point["settings"]
-            or count(point["sessions"])
-            + ("" if point["threads"] is None else f" × {point['threads']}")
-        ),
-        "calls": lambda point: count(point["samples"]),
-        "p50 (ms)": lambda point: _ms(point, "p50_ms"),
-        "p90 (ms)": lambda point: _ms(point, "p90_ms"),
-        "p99 (ms)": lambda point: _ms(point, "p99_ms"),
-        "max (ms)": lambda point: or_infinite(point["latency"]["max_ms"]),
-        "inferences/s": lambda point: spread(point["throughput_per_s"]),
-        "× baseline" if title == "Every point" else "verdict": lambda p: _against(document, p),
-        "load": _how,
-    }
+    rows = [
+        {"setup": point["label"], "runtime": point["runtime"], "batch": point["batch"]}
+        | {"sessions, threads": _sessions(point), "calls": point["samples"]}
+        | {f"{key[:3]} (ms)": _ms(point, key) for key in _PERCENTILES}
+        | {"max (ms)": or_infinite(point["latency"]["max_ms"])}
+        | {"inferences/s": point["throughput_per_s"]}
+        | {"× baseline" if title == "Every point" else "verdict": _against(document, point)}
+        | {"load": _how(point)}
+        for point in chosen
+    ]
     note = "From host memory to host memory, after the warm-up; calls are never averaged."
-    return make_table(title, chosen, columns, note)
+    return make_table(title, rows, note)
+
+
+def _sessions(point: Json) -> str:
+    threads = "" if point["threads"] is None else f" × {point['threads']}"
+    return point["settings"] or count(point["sessions"]) + threads
 
 
 def _how(point: Json) -> str:
@@ -242,15 +224,18 @@ def _how(point: Json) -> str:
     return "; ".join(filter(None, [how, _sizes(point), point["note"]]))
 
 
-def plain_table(title: str, rows: Iterable[Json], note: str = "") -> Table:
-    """Return a table with a column for each key of `rows`, except those of objects and of ""."""
+def make_table(title: str, rows: Iterable[Json], note: str = "") -> Table:
+    """Return a table with a column for each key of `rows`, except those of objects and of "".
+
+    A column without a figure is text, and so is the first one.
+    """
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [_cell(name, row.get(name)) for row in rows] for name in names}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
-    strings = [any(isinstance(row.get(name), str) for row in rows) for name in columns]
     titles = tuple(re.sub("bytes$", "MB", name.replace("_", " ")) for name in columns)
-    text = tuple(at for at, is_text in enumerate(strings) if is_text)
+    figures = [any(map(_FIGURE.match, cells)) for cells in columns.values()]
+    text = tuple(at for at, has_figure in enumerate(figures) if at == 0 or not has_figure)
     cells = ((cell or MISSING for cell in row) for row in zip(*columns.values(), strict=True))
     return Table(title, titles, tuple(map(tuple, cells)), text, note)
 
@@ -267,12 +252,14 @@ def _cell(name: str, value: Any) -> str:
 
 
 def gates(document: Json) -> Table:
-    columns: Columns = {
-        "gate": lambda gate: gate["name"],
-        "result": lambda gate: "✓ met" if gate["passed"] else "✗ NOT met",
-        "detail": lambda gate: gate["detail"],
-    }
-    return make_table("Gates", document["gates"], columns)
+    result = {True: "✓ met", False: "✗ NOT met"}
+    return make_table(
+        "Gates",
+        [
+            {"gate": gate["name"], "result": result[gate["passed"]], "detail": gate["detail"]}
+            for gate in document["gates"]
+        ],
+    )
 
 
 def serving_table(document: Json) -> Table:
@@ -286,7 +273,7 @@ def serving_table(document: Json) -> Table:
         for result in document["serving"]
     ]
     note = "Latency is of successes: from the intended time in the open loop, from the sending in "
-    return plain_table("Load tests", rows, note + "the closed one.")
+    return make_table("Load tests", rows, note + "the closed one.")
 
 
 def _load_notes(result: Json) -> str:

@@ -197,7 +197,7 @@ def test_a_summary_has_six_conclusions_and_the_rest_is_below(report: Report) -> 
     assert re.findall(r"^Sentence (\d+)", shown, re.MULTILINE) == [*"0123456"]
     assert "- Sentence 11." in later
     assert re.findall(r"<p>Sentence (\d+)", many._repr_html_()) == [*"0123456"]
-    assert f"× {report.baseline}, same batch" in text  # which baseline the ratios are of
+    assert f"The baseline is {report.baseline}." in text  # of which the ratios are
 
 
 def test_a_report_holds_no_folder_of_the_machine(report: Report, tmp_path: Path) -> None:
