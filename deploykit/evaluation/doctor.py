@@ -143,11 +143,8 @@ def _jetpack(profile: Profile, machine: Machine) -> str:
     if jetpack_fits(profile, row):
         return ""
     cure = f": install JetPack {first.version} or later" if first else ""
-    what = f"JetPack {row.version} (L4T {machine.l4t})"
-    if profile.compute_capability not in row.compute_capabilities:
-        return f"{what} is not for {profile.summary}{cure}"
-    needed = range_text(profile)
-    return f"{what} brings TensorRT {row.tensorrt}, {profile.name} needs {needed}{cure}"
+    release = f"JetPack {row.version} (L4T {machine.l4t}, TensorRT {row.tensorrt})"
+    return f"{release} is not for {profile.summary}{cure}"
 
 
 def jetson_faults(machine: Machine, root: Path = Path("/")) -> Iterator[str]:

@@ -51,9 +51,8 @@ def test_a_jetson_is_named_by_its_board_and_nothing_is_wrong_with_it(tmp_path: P
     assert "none found" not in lines
 
 
-NANO = "jetson-orin-nano-8gb"
-OLD = f"JetPack 6.0 (L4T 36.3.0) brings TensorRT 8.6.2, {NANO} needs 10.3 or later: "
-NEW = "JetPack 7.0 (L4T 38.2.1) is not for NVIDIA Jetson Orin Nano 8 GB: "
+OLD = "JetPack 6.0 (L4T 36.3.0, TensorRT 8.6.2) is not for NVIDIA Jetson Orin Nano 8 GB: "
+NEW = "JetPack 7.0 (L4T 38.2.1, TensorRT 10.13.3) is not for NVIDIA Jetson Orin Nano 8 GB: "
 WARNINGS = [  # changes to the board's files, and how the one warning begins
     ({RELEASE: "# R36 (release), REVISION: 3.0"}, OLD + "install JetPack 6.1 or later"),
     ({RELEASE: "# R38 (release), REVISION: 2.1"}, NEW + "install JetPack 6.1 or later"),
