@@ -467,10 +467,6 @@ class CallHistogram(Record):
         bins, counts = np.unique(np.floor(steps + 1e-9).astype(np.int64), return_counts=True)
         return CallHistogram(tuple(bins.tolist()), tuple(counts.tolist()))
 
-    @property
-    def calls(self) -> int:
-        return sum(self.counts)
-
 
 def percentile_ms(histogram: Mapping[str, Sequence[int]], q: float) -> float:
     """Return the q-th percentile (0 to 100, nearest rank) in ms, at most half a bin (0.5 %) off.
