@@ -164,12 +164,7 @@ def check_proven(
         on_note(f"{path}: opened unproven (`trust`): {why}")
         return manifest
     read = evidence.precision
-    if read is None or not read.known:
-        from deploykit.graph.graph import Graph
-
-        read = read or PrecisionReadBack(None)
-        if graph is not None and not read.asked:  # a manifest of an earlier deploykit
-            read = replace(read, asked=asked_of(Graph.open(graph)))
+    if read is not None and not read.known:
         read = read_engine(engine, read)
     before, evidence = evidence, replace(evidence, parity=parity, precision=read)
     if moved and parity.passed:
