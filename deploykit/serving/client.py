@@ -44,6 +44,7 @@ _ERRORS: dict[int, type[DeploykitError]] = {
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _MOST_BYTES = 1 << 16  # the most bytes of an answer that are read
+_LONGEST_S = 3600
 _WAIT_S = 5.0  # how long to wait for an answer
 _FORM = "write it as http://HOST:PORT, with the path of a proxy if there is one"
 _OWN_CERT = "it may want a client certificate: dk.client(url, cert='cert.pem', key='key.pem')"
@@ -301,6 +302,8 @@ def connect(
     what = next((name for name, file in [("ca", ca), ("cert", cert), ("key", key)] if file), None)
     if what is not None and not url.startswith("https:"):
         raise BadInput(f"`{what}` is for https://, and the server is {without_secrets(url)}")
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
     if url.startswith("unix:"):
         return _UnixConnection(url.removeprefix("unix:"), timeout_s), ""
     try:
