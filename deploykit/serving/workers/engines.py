@@ -476,28 +476,23 @@ class FrontEnd(Link):
             transport.abort()  # type: ignore[attr-defined]
 
     def _take(self, messages: Sequence[Message]) -> None:
-        try:
-            for kind, *content in messages:
-                if kind == "infer":
-                    self._start(content)
-                elif kind == "read":
-                    for block in content[0]:
-                        self._blocks.give(*block)
-                elif kind == "cancel":
-                    number = content[0]
-                    found = self._open.get(number)
-                    if found is not None and found[0].model.batcher.cancel(found[1]):
-                        del self._open[number]
-                        self.send("answer", number, None, 0, None, None)
-                else:  # "front"
-                    self._memory = self._memories[content[0] - 1]
-                    self._blocks = BlockAllocator(len(self._memory) // 2, len(self._memory))
-                    self._fronts.add(self)
-                    self.send("models", self._describe())
-        except (LookupError, TypeError, ValueError, DeploykitError) as exc:
-            log.error("a process of this server sent what it should not: %s", exc)
-            if self.transport is not None:
-                self.transport.abort()
+        for kind, *content in messages:
+            if kind == "infer":
+                self._start(content)
+            elif kind == "read":
+                for block in content[0]:
+                    self._blocks.give(*block)
+            elif kind == "cancel":
+                number = content[0]
+                found = self._open.get(number)
+                if found is not None and found[0].model.batcher.cancel(found[1]):
+                    del self._open[number]
+                    self.send("answer", number, None, 0, None, None)
+            else:  # "front"
+                self._memory = self._memories[content[0] - 1]
+                self._blocks = BlockAllocator(len(self._memory) // 2, len(self._memory))
+                self._fronts.add(self)
+                self.send("models", self._describe())
 
     def _on_lost(self) -> None:
         """Cancel the requests of the front end."""
