@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import BadInput, DeploykitError, Overloaded, Unsupported, os_reason
+from deploykit.core.errors import DeploykitError, Overloaded, Unsupported, os_reason
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import PROTOCOL_NAMES, InputKey, TensorSpec, carrier
 from deploykit.engines.engine import Arrays, Engine
@@ -117,19 +117,15 @@ class TensorCodec:
     def write(
         self, memory: mmap, at: int, layout: Layout, arrays: Arrays
     ) -> dict[str, np.ndarray] | None:
-        """Write the arrays into the block at `at`; return those of strings, if there are any.
-
-        Raises BadInput for another dtype.
-        """
+        """Write the arrays into the block at `at`; return those of strings, if there are any."""
         strings = {}
         for name, dtype, _, offset, size in layout.places:
             start, array = at + offset, arrays[name]
             if dtype is None:
                 strings[name] = array
-            elif array.dtype != dtype:
-                raise BadInput(f"'{name}' is {dtype.name}, got {array.dtype.name}")
             else:
-                whole: Any = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+                same = array.dtype == dtype and array.flags.c_contiguous  # in this byte order
+                whole: Any = array if same else np.ascontiguousarray(array, dtype)
                 memory[start : start + size] = whole
         return strings or None
 
@@ -153,11 +149,9 @@ class TensorCodec:
         return found
 
     def _layout(self, shapes: Shapes) -> Layout:
-        """Place tensors of these shapes. Raises BadInput, and ValueError for another model's."""
+        """Place tensors of these shapes, which may have more axes than a file declares."""
         places, key, at = [], [], 0
         for spec, dtype, shape in zip(self._specs, self._dtypes, shapes, strict=True):
-            if len(shape) != len(spec.shape):
-                raise BadInput(f"'{spec.name}' is {spec}, got shape {list(shape)}")
             size = 0 if dtype is None else math.prod(shape) * dtype.itemsize
             places.append(Place(spec.name, dtype, shape, at, size))
             key.append((spec.name, PROTOCOL_NAMES[spec.dtype], shape[1:]))
@@ -295,7 +289,7 @@ class EngineLink:
         return True
 
     def submit(self, batcher: RemoteBatcher, request: Pending) -> None:
-        """Forward a request. Raises Overloaded, BadInput."""
+        """Forward a request. Raises Overloaded."""
         if not self.running:
             raise Overloaded(_ENDED, hint=_HINT)
         shapes = batcher.inputs.shapes(request.feeds)
@@ -305,11 +299,7 @@ class EngineLink:
             raise Overloaded(
                 "the memory shared with the process of the engines is full", hint=_HINT
             )
-        try:
-            strings = batcher.inputs.write(self._memory, at, layout, request.feeds)
-        except BaseException:
-            self._blocks.give(at, layout.size)
-            raise
+        strings = batcher.inputs.write(self._memory, at, layout, request.feeds)
         number = id(request)
         self.open[number] = _Sent(batcher, request, at, layout.size)
         about = _ABOUT(request)  # sent flat: a tuple in a message takes as long again to pickle

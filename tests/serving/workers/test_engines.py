@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from deploykit.core.errors import BadInput, Expired, Overloaded
+from deploykit.core.errors import Expired, Overloaded
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Engine
@@ -96,6 +96,10 @@ def test_arrays_come_back_as_they_were(
         for name, array in found.items():
             np.testing.assert_array_equal(array, given[name])
             assert array.dtype == given[name].dtype
+        # a pipeline's stage may read numbers in the other byte order
+        writer.write(memory, at, writer.layout(shapes), {**given, "x": given["x"].astype(">f4")})
+        found = reader.read(memory, at, reader.layout(shapes), strings, copy=True)
+        np.testing.assert_array_equal(found["x"], given["x"])
 
 
 # -- Two front ends, and a process with two models
@@ -116,14 +120,20 @@ class Words(Engine):
     def close(self) -> None: ...
 
 
+class Shapeless(Words):
+    """Leaves the shapes of its outputs out, as a file may."""
+
+    outputs = (TensorSpec("drow", "string", ()), TensorSpec("y", "float32", ()))
+
+
 class Linked:
-    """Two models in the process of the engines, and front ends, each with its memory."""
+    """Three models in the process of the engines, and front ends, each with its memory."""
 
     def __init__(self, options: ServeOptions, size: int) -> None:
         self.loop = asyncio.get_running_loop()
         self.size = size
         self.repository = ModelRepository(
-            {"a": Words(), "b": Words()},
+            {"a": Words(), "b": Words(), "c": Shapeless()},
             options,
             Loop(
                 partial(self.loop.call_soon_threadsafe, deliver_inline),
@@ -218,7 +228,7 @@ def values(pending: Pending) -> tuple[str, list[float]]:
 @linked()
 async def test_strings_and_any_length_come_back_to_the_front_end_that_asked(found: Linked) -> None:
     asked = [
-        (found.ask(n % 2, [float(n)] * (n % 3 + 1), f"wörd {n}", model="ab"[n % 2])[1], n)
+        (found.ask(n % 2, [float(n)] * (n % 3 + 1), f"wörd {n}", model="abc"[n % 3])[1], n)
         for n in range(60)
     ]
     for answered, n in asked:
@@ -300,21 +310,6 @@ async def test_an_answer_that_does_not_fit_is_an_error_and_no_memory_is_lost(fou
         asked = [found.ask(0, [1.0], "x" * 900)[1] for _ in range(4)]
         errors = [(await each).error for each in asked]
         assert all(error is None or isinstance(error, Overloaded) for error in errors)
-
-
-@linked(size=1 << 13)
-async def test_an_array_of_another_dtype_or_rank_is_refused_and_its_memory_is_free_again(
-    found: Linked,
-) -> None:
-    word = {"word": np.array(["ab"], object)}
-    wrong = {
-        "'x' is float32, got float64": np.ones((1, 100), np.float64),
-        r"'x' is x:float32\[N,T\], got shape \[100\]": np.ones(100, np.float32),
-    }
-    for message, x in wrong.items():
-        for _ in range(100):
-            with pytest.raises(BadInput, match=message):
-                found.served[0].find("a").submit(Request({**word, "x": x}, 1, (), ()), print)
 
 
 @linked(LATER)
