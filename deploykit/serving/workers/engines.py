@@ -427,31 +427,25 @@ class FrontModel(ServedModel):
 # -- in the process of the engines ---------------------------------------------------------------
 
 
-class EngineProcessModel:
-    """A model with the layouts of its tensors in shared memory."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
-        self.inputs = TensorCodec(model.engines[0].inputs)
-        self.outputs = TensorCodec(model.engines[0].outputs)
-
-
 class FrontEnd(Link):
     """The requests of one front end, which is one of `fronts` while it is connected."""
 
     def __init__(
         self,
-        models: Sequence[EngineProcessModel],
+        models: Sequence[ServedModel],
         memories: Sequence[mmap],
         fronts: set[FrontEnd],
         describe: Callable[[], Mapping[str, RemoteEngine] | None],
     ) -> None:
         super().__init__(self._take, self._on_lost)
-        self._models = models
+        self._models = [
+            (each, TensorCodec(each.engines[0].inputs), TensorCodec(each.engines[0].outputs))
+            for each in models
+        ]
         self._memories = memories
         self._fronts = fronts
         self._describe = describe
-        self._open: dict[int, tuple[EngineProcessModel, Pending]] = {}
+        self._open: dict[int, tuple[ServedModel, Pending]] = {}
         self._memory: mmap  # both are known once it says which one it is
         self._blocks: BlockAllocator
 
@@ -475,7 +469,7 @@ class FrontEnd(Link):
             elif kind == "cancel":
                 number = content[0]
                 found = self._open.get(number)
-                if found is not None and found[0].model.batcher.cancel(found[1]):
+                if found is not None and found[0].batcher.cancel(found[1]):
                     del self._open[number]
                     self.send("answer", number, None, 0, None, None)
             else:  # "front"
@@ -489,34 +483,33 @@ class FrontEnd(Link):
         self._fronts.discard(self)
         waiting, self._open = self._open, {}
         for model, request in waiting.values():
-            model.model.batcher.cancel(request)
+            model.batcher.cancel(request)
 
     def _start(self, content: Sequence[Any]) -> None:
         number, index, at, shapes, strings, rows, *times = content
-        model = self._models[index]
-        layout = model.inputs.layout(shapes)
-        feeds = model.inputs.read(self._memory, at, layout, strings, copy=False)
-        buckets = model.model.buckets
+        model, inputs, outputs = self._models[index]
+        layout = inputs.layout(shapes)
+        feeds = inputs.read(self._memory, at, layout, strings, copy=False)
+        buckets = model.buckets
         key = layout.key if buckets is None else buckets.key(layout.key)
-        request = Pending(feeds, rows, key, partial(self._answer, number), *times)
+        request = Pending(feeds, rows, key, partial(self._answer, number, outputs), *times)
         self._open[number] = model, request
         try:
-            model.model.batcher.submit(request)
+            model.batcher.submit(request)
         except Overloaded as exc:
             request.error = exc
-            self._answer(number, request)
+            self._answer(number, outputs, request)
 
-    def _answer(self, number: int, request: Pending) -> None:
-        model, _ = self._open.pop(number, (None, None))
-        if model is None:  # the front end has disconnected
+    def _answer(self, number: int, outputs: TensorCodec, request: Pending) -> None:
+        if self._open.pop(number, None) is None:  # the front end has disconnected
             return
         error = request.error
         if error is None:
-            shapes = model.outputs.shapes(request.outputs)
-            layout = model.outputs.layout(shapes)
+            shapes = outputs.shapes(request.outputs)
+            layout = outputs.layout(shapes)
             at = self._blocks.take(layout.size)
             if at is not None:
-                strings = model.outputs.write(self._memory, at, layout, request.outputs)
+                strings = outputs.write(self._memory, at, layout, request.outputs)
                 self.send("answer", number, None, at, shapes, strings)
                 return
             error = Overloaded(

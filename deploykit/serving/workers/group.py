@@ -29,12 +29,7 @@ from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import bind
-from deploykit.serving.workers.engines import (
-    EngineLink,
-    EngineProcessModel,
-    FrontEnd,
-    RemoteEngine,
-)
+from deploykit.serving.workers.engines import EngineLink, FrontEnd, RemoteEngine
 from deploykit.serving.workers.link import Channel, Message
 from deploykit.serving.workers.signals import ENDING
 
@@ -230,7 +225,7 @@ class EngineMember(Member):
 
     async def join(self, hooks: Hooks) -> None:
         self._models = hooks.repository.models
-        models = [EngineProcessModel(each) for each in self._models.values()]
+        models = list(self._models.values())
         self.engines = self._describe()
         await super().join(hooks)
         accept = partial(FrontEnd, models, self._memories, self._fronts, lambda: self.engines)

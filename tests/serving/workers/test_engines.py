@@ -29,7 +29,6 @@ from deploykit.serving.options import ServeOptions
 from deploykit.serving.workers.engines import (
     BlockAllocator,
     EngineLink,
-    EngineProcessModel,
     FrontEnd,
     RemoteEngine,
     TensorCodec,
@@ -142,7 +141,7 @@ class Linked:
         )
         for model in self.repository.models.values():
             model.batcher.inline_max_rows = 1 << 20
-        self.models = [EngineProcessModel(each) for each in self.repository.models.values()]
+        self.models = list(self.repository.models.values())
         self.memories = [mmap(-1, size), mmap(-1, size)]
         self.fronts: set[FrontEnd] = set()
         self.welcomed: list[int] = []  # a 1 for each front end that said which one it is
