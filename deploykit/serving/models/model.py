@@ -262,10 +262,6 @@ class ServedModel:
         """Set up the model, not yet warmed up."""
         self.name = name
         self.engines = tuple(engines)
-        if not engines:
-            raise BadInput(f"model '{name}' has no engine")
-        for engine in engines[1:]:
-            check_compatible(name, engines[0], engine)
         self._options = options
         self.task = ModelTask(name, engines[0])
         self.not_batched = why_not_batched(engines[0])
@@ -310,8 +306,6 @@ class ServedModel:
         new ones. Raises BadInput for incompatible engines, and the errors of a warm-up: then
         nothing has changed, and the caller still owns the new engines.
         """
-        if not engines:
-            raise BadInput(f"model '{self.name}': no engine was given to replace it")
         for engine in engines:
             check_compatible(self.name, self.engines[0], engine)
             if engine.max_batch is not None and engine.max_batch < self.max_batch:

@@ -348,9 +348,8 @@ def test_a_deadline_applies_to_requests_of_a_replaced_engine() -> None:
         ([FakeEngine(), FakeEngine(width=5)], BadInput, "inputs of one engine"),
         ([FakeEngine(max_batch=2)], BadInput, "batches of 2 at most"),
         ([raises(RuntimeError("boom"))], Unsupported, "boom"),
-        ([], BadInput, "no engine"),
     ],
-    ids=["another shape", "two shapes", "smaller batches", "no warm-up", "none"],
+    ids=["another shape", "two shapes", "smaller batches", "no warm-up"],
 )
 def test_replacement_engines_must_accept_the_same_requests(
     engines: list[FakeEngine], error: type[Exception], match: str
