@@ -197,8 +197,6 @@ class RemoteEngine(Engine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:  # noqa: ARG002
         raise Unsupported("this engine runs in another process")
 
-    def close(self) -> None: ...
-
 
 class _Sent(NamedTuple):
     """A request without an answer, with its block."""

@@ -129,7 +129,7 @@ class Member(ServerGroup):
         self._sockets = sockets
         self._link = Channel(self._follow, self._answer, self._on_lost)
         self._may_open = asyncio.Event()
-        self._hooks: Hooks | None = None
+        self._hooks: Hooks  # known before anything is received
         self._not_ready: str | None = None
         self.parent = os.getpid()  # the process that is about to fork
 
@@ -176,8 +176,7 @@ class Member(ServerGroup):
             return
         self.collect, self.change = super().collect, super().change  # type: ignore[method-assign]
         self._stop_waiting()
-        if self._hooks is not None:
-            self._hooks.drain()
+        self._hooks.drain()
 
     def _stop_waiting(self) -> None:
         """End `join`."""
@@ -186,7 +185,6 @@ class Member(ServerGroup):
             self._engine.ran.set()
 
     def _follow(self, message: Message) -> None:
-        assert self._hooks is not None
         match message:
             case "elsewhere", reason:
                 self._hooks.repository.elsewhere = reason
@@ -274,8 +272,7 @@ def become_worker(
         signal.signal(signal.SIGTERM, _end)
         for number in (signal.SIGINT, signal.SIGHUP):  # signals of the terminal: the parent drains
             signal.signal(number, signal.SIG_IGN)
-        with contextlib.suppress(AttributeError, OSError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != member.parent:
             os._exit(code)
         low = 3  # close what the parent had open, such as its ends of other workers' sockets
