@@ -126,15 +126,12 @@ def parse_workers(workers: int | str) -> Workers:
 
 
 def choose_workers(files: Mapping[str, Path], options: ServeOptions) -> Workers:
-    """Decide how many workers to start. Raises BadInput, and Unsupported on other systems."""
+    """Decide how many workers to start. Raises BadInput."""
     wanted = parse_workers(options.workers)
     if not wanted.several:
         return wanted
-    from deploykit.serving.workers.parent import check_supported
-
     why_shared = _why_shared(files, options.device)
     if wanted.count is not None:
-        check_supported()
         if wanted.count > usable_cores():
             log.warning("%d workers share %d cores", wanted.count, usable_cores())
         if why_shared and not wanted.shared:

@@ -293,13 +293,6 @@ def add(a: Any, b: Any) -> Any:
     return a if isinstance(a, str) else a + b
 
 
-def check_supported() -> None:
-    """Raise Unsupported where the system does not divide connections among processes."""
-    if sys.platform != "linux" or not hasattr(socket, "SO_REUSEPORT"):
-        what = "`workers` above 1 need Linux, which divides connections among processes"
-        raise Unsupported(f"{what}; this is {sys.platform}", hint="`workers` 1")
-
-
 class Parent:
     """Runs `count` workers, each with `serve`, on the addresses of `options`."""
 
@@ -316,8 +309,11 @@ class Parent:
         """Prepare the workers. `shared`: one more process, number ENGINE, runs all engines.
 
         `stop`: a socket that belongs to another program; its end stops the server, Ctrl-C does not.
+        Raises Unsupported where the system does not divide connections among processes.
         """
-        check_supported()
+        if sys.platform != "linux":
+            what = "`workers` above 1 need Linux, which divides connections among processes"
+            raise Unsupported(f"{what}; this is {sys.platform}", hint="`workers` 1")
         self._stop = stop
         self._count = count
         self._serve = serve
