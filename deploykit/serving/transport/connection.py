@@ -63,8 +63,8 @@ class MemoryBudget:
     def __init__(self, limit: int | None, max_body_bytes: int, parts: int = 1) -> None:
         """Set the budget of one of `parts` processes; `limit` None: a quarter of the memory."""
         if limit is None:
-            limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4 // parts)
-        self.limit = limit
+            limit = max(max_body_bytes * parts, (memory_bytes() or _UNKNOWN_MEMORY) // 4)
+        self.limit = limit = max(1, limit // parts)
         self.bytes = 0
         self.message = f"the server holds {limit} bytes of requests and answers already"
 

@@ -72,8 +72,9 @@ class ServerGroup:
         self._reports, self._changes = reports, changes
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
-        """Return the limits of one process."""
-        return options
+        """Return the options with the queue of one process; that of the engines has all of it."""
+        count = 1 if self.runs_engines else self.count
+        return replace(options, queue=math.ceil(options.queue / count))
 
     def bind(self, host: str, port: int, parameter: str) -> socket.socket:
         """Return the socket to listen on. Raises BadInput."""
@@ -132,13 +133,6 @@ class Member(ServerGroup):
         self._hooks: Hooks  # known before anything is received
         self._not_ready: str | None = None
         self.parent = os.getpid()  # the process that is about to fork
-
-    def share_of(self, options: ServeOptions) -> ServeOptions:
-        """Divide the queue and the memory among the processes."""
-        queue, held_bytes = math.ceil(options.queue / self.count), options.max_held_bytes
-        if held_bytes is not None:
-            held_bytes = max(1, held_bytes // self.count)
-        return replace(options, queue=queue, max_held_bytes=held_bytes)
 
     def bind(self, host: str, port: int, parameter: str) -> socket.socket:  # noqa: ARG002 - bound
         return self._sockets[parameter]
@@ -217,9 +211,6 @@ class EngineMember(Member):
         self._listener = listener
         self._memories = memories
         self._fronts: set[FrontEnd] = set()
-
-    def share_of(self, options: ServeOptions) -> ServeOptions:
-        return options
 
     async def join(self, hooks: Hooks) -> None:
         self._models = hooks.repository.models

@@ -75,6 +75,8 @@ def test_the_limit_is_a_quarter_of_memory_but_at_least_one_body(
     monkeypatch.setattr("deploykit.serving.transport.connection.memory_bytes", lambda: 4000)
     limits = [MemoryBudget(*of).limit for of in ((None, 64), (None, 2000), (300, 2000))]
     assert limits == [1000, 2000, 300]
+    limits = [MemoryBudget(*of, 4).limit for of in ((None, 64), (None, 2000), (300, 2000))]
+    assert limits == [250, 2000, 75]
 
 
 def test_bodies_on_all_connections_share_one_limit(eventually: Eventually) -> None:
