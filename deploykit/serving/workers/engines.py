@@ -198,21 +198,12 @@ class RemoteEngine(Engine):
         raise Unsupported("this engine runs in another process")
 
 
-class _Sent(NamedTuple):
-    """A request without an answer, with its block."""
-
-    batcher: RemoteBatcher
-    request: Pending
-    at: int
-    size: int
-
-
 class EngineLink:
     """The models of the engine process, and the connection to it while it runs.
 
     `number`: of this front end. `memory`: shared with the engine process, the first half for
     requests. `address`: where that process listens. `open`: by `id`, the requests without an answer
-    of that process, cancelled ones too.
+    of that process, cancelled ones too, each with its block: where it begins, and its size.
     """
 
     def __init__(self, number: int, memory: mmap, address: str | bytes) -> None:
@@ -226,7 +217,7 @@ class EngineLink:
 
     def _begin(self) -> None:
         self._blocks = BlockAllocator(0, len(self._memory) // 2)
-        self.open: dict[int, _Sent] = {}
+        self.open: dict[int, tuple[RemoteBatcher, Pending, int, int]] = {}
 
     def make_model(self, name: str, engines: Sequence[Engine], *more: Any) -> FrontModel:
         """Make a model; takes the parameters of `ServedModel`."""
@@ -299,7 +290,7 @@ class EngineLink:
             )
         strings = batcher.inputs.write(self._memory, at, layout, request.feeds)
         number = id(request)
-        self.open[number] = _Sent(batcher, request, at, layout.size)
+        self.open[number] = batcher, request, at, layout.size
         about = _ABOUT(request)  # sent flat: a tuple in a message takes as long again to pickle
         self._link.send("infer", number, batcher.index, at, shapes, strings, *about)
 
