@@ -42,7 +42,7 @@ from deploykit.serving.transport.listener import (
 )
 from deploykit.serving.transport.security import AccessControl, Watched, tls_context
 from deploykit.serving.web.page import FILES
-from deploykit.serving.workers.group import Hooks, OnReady, ServerGroup
+from deploykit.serving.workers.group import OnReady, ServerGroup
 from deploykit.serving.workers.signals import Signals
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             # not the loop's handlers: at its end they restore the default, which ends the process
             self._signals.handle(self._group.signals)
-        await self._group.join(Hooks(self.repository, self._begin_drain, self._abort))
+        await self._group.join(self.repository, self._begin_drain, self._abort)
         if not self._group.runs_engines:
             for acceptor in self._acceptors:
                 acceptor.open()

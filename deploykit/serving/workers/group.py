@@ -17,7 +17,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from mmap import mmap
 from pathlib import Path
@@ -39,18 +39,10 @@ RESULT_BYTES = 32 << 10
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _ENDING_S = 0.01  # between two checks of a parent that ends
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
+Act = Callable[[], None]
 Makers = Mapping[str, Callable[[], Any]]
 Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worker, or of the parent
 ENGINE = 0  # the number of the process that runs the engines of all others
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The parts of a server that the parent of the workers sets."""
-
-    repository: ModelRepository
-    drain: Callable[[], None]
-    abort: Callable[[], None]
 
 
 class ServerGroup:
@@ -80,8 +72,11 @@ class ServerGroup:
         """Return the socket to listen on. Raises BadInput."""
         return bind(host, port, parameter)
 
-    async def join(self, hooks: Hooks) -> None:
-        """Wait until the server, which is ready, may accept its first connection."""
+    async def join(self, repository: ModelRepository, drain: Act, abort: Act) -> None:
+        """Wait until the server, which is ready, may accept its first connection.
+
+        `drain`, `abort`: how a parent ends it.
+        """
 
     def listening(self) -> None:
         """Report that the server accepts connections."""
@@ -130,23 +125,22 @@ class Member(ServerGroup):
         self._sockets = sockets
         self._link = Channel(self._follow, self._answer, self._on_lost)
         self._may_open = asyncio.Event()
-        self._hooks: Hooks  # known before anything is received
         self._not_ready: str | None = None
         self.parent = os.getpid()  # the process that is about to fork
 
     def bind(self, host: str, port: int, parameter: str) -> socket.socket:  # noqa: ARG002 - bound
         return self._sockets[parameter]
 
-    async def join(self, hooks: Hooks) -> None:
+    async def join(self, repository: ModelRepository, drain: Act, abort: Act) -> None:
         """Report to the parent that the models are ready; wait for the state of the others."""
-        self._hooks = hooks
+        self._repository, self._drain, self._abort = repository, drain, abort
         await self._link.connect(self._end)
         if self.runs_engines:
             self._link.send("engines", self.engines)
         self._link.send("ready")
         await self._may_open.wait()
         if self._engine is not None:
-            self._connecting = asyncio.ensure_future(self._engine.stay_connected(hooks.drain))
+            self._connecting = asyncio.ensure_future(self._engine.stay_connected(drain))
             await self._engine.ran.wait()
 
     def listening(self) -> None:
@@ -170,7 +164,7 @@ class Member(ServerGroup):
             return
         self.collect, self.change = super().collect, super().change  # type: ignore[method-assign]
         self._stop_waiting()
-        self._hooks.drain()
+        self._drain()
 
     def _stop_waiting(self) -> None:
         """End `join`."""
@@ -181,7 +175,7 @@ class Member(ServerGroup):
     def _follow(self, message: Message) -> None:
         match message:
             case "elsewhere", reason:
-                self._hooks.repository.elsewhere = reason
+                self._repository.elsewhere = reason
             case "open", changes:
                 for what, arguments in changes:
                     with contextlib.suppress(DeploykitError):
@@ -189,7 +183,7 @@ class Member(ServerGroup):
                 self._may_open.set()
             case ("drain" | "abort" as kind,):
                 self._stop_waiting()
-                (self._hooks.drain if kind == "drain" else self._hooks.abort)()
+                (self._drain if kind == "drain" else self._abort)()
 
     async def _answer(self, question: Message) -> Any:
         if question[0] == "report":
@@ -212,11 +206,11 @@ class EngineMember(Member):
         self._memories = memories
         self._fronts: set[FrontEnd] = set()
 
-    async def join(self, hooks: Hooks) -> None:
-        self._models = hooks.repository.models
+    async def join(self, repository: ModelRepository, drain: Act, abort: Act) -> None:
+        self._models = repository.models
         models = list(self._models.values())
         self.engines = self._describe()
-        await super().join(hooks)
+        await super().join(repository, drain, abort)
         accept = partial(FrontEnd, models, self._memories, self._fronts, lambda: self.engines)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(accept, sock=self._listener)

@@ -41,7 +41,7 @@ from deploykit.serving.serve import (
 from deploykit.serving.server import Server
 from deploykit.serving.web.page import status
 from deploykit.serving.workers import group, parent
-from deploykit.serving.workers.group import Hooks, Member, ServerGroup
+from deploykit.serving.workers.group import Member, ServerGroup
 from deploykit.serving.workers.link import Channel, LinkLost
 from deploykit.serving.workers.parent import Hub, Worker
 from tests.support.fake_engine import FakeEngine
@@ -463,8 +463,7 @@ def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
         ends = [socket.socketpair() for _ in range(2)]
         member = Member(1, 1, ends[0][0], {})
         drained = asyncio.Event()
-        hooks = Hooks(cast("Any", None), drained.set, drained.set)
-        joining = asyncio.ensure_future(member.join(hooks))
+        joining = asyncio.ensure_future(member.join(cast("Any", None), drained.set, drained.set))
         member.parent = os.getppid()  # one that still runs
         ends[0][1].close()
         await asyncio.sleep(0.1)
