@@ -382,7 +382,7 @@ class Parent:
         tasks = [asyncio.ensure_future(self._hub.watch())]
         if self._shared:
             tasks.append(asyncio.ensure_future(self._keep(ENGINE)))
-            await self._until(lambda: self._engines_run or stopped())
+            await self._until(lambda: self._engines is not None or stopped())
         tasks += [asyncio.ensure_future(self._keep(n)) for n in range(1, self._count + 1)]
         await self._until(lambda: self._hub.serving == self._count or stopped())
         if not stopped():
@@ -507,7 +507,9 @@ class Parent:
 
     def _on_end(self, worker: Worker, code: int) -> tuple[str, BaseException]:
         """Return why a worker has ended, as text for the log and as an error."""
-        result, how = worker.result, how_it_ended(code)
+        result, how = worker.result, f"exit code {code}"
+        if code < 0:
+            how = signal.Signals(-code).name
         self._hub.end(worker)
         self._share_state()
         if isinstance(result, int):
@@ -546,18 +548,9 @@ class Parent:
                 if self._started:
                     log.info("worker %d serves", worker.number)
 
-    @property
-    def _engines_run(self) -> bool:
-        return any(each.number == ENGINE and each.ready for each in self._workers.values())
-
     def _share_state(self) -> None:
         """Send each worker the reason why another one is not ready."""
         for worker in self._workers.values():
             others = [each.not_ready for each in self._workers.values() if each is not worker]
             if worker.ready:
                 worker.link.send("elsewhere", next((each for each in others if each), None))
-
-
-def how_it_ended(code: int) -> str:
-    """Return the name of the signal, or the exit code."""
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
