@@ -35,14 +35,15 @@ class Signals:
         self._before = {n: signal.signal(n, self._receive) for n in numbers if n not in kept}
 
     def restore(self, ends_process: bool = False) -> None:
-        """Restore the previous handlers; ignore what ended the server, which may come once more.
-
-        With `ends_process` ignore all of these signals.
-        """
+        """Restore the previous handlers; with `ends_process`, ignore these signals instead."""
         for number, handler in self._before.items():
-            if ends_process or (number in ENDING and self.count):
+            if handler is None:  # the previous handler was not set from Python
+                handler = signal.SIG_DFL
+            elif ends_process:
                 handler = signal.SIG_IGN
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
+            elif number in ENDING and self.count:
+                handler = _without_echoes(handler)
+            signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if number not in self._waiting:
@@ -57,3 +58,24 @@ class Signals:
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         self._act()
+
+
+def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
+    """Pass on the first signal that comes a second or more after the one before, then all.
+
+    The first second starts now: no signal was handled while the models were closed.
+    """
+    last_s = time.monotonic()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        before_s, last_s = last_s, time.monotonic()
+        if last_s - before_s < ECHO_S:
+            return
+        signal.signal(number, handler)
+        if callable(handler):
+            handler(number, frame)
+        else:  # SIG_DFL or SIG_IGN
+            signal.raise_signal(number)
+
+    return handle

@@ -40,7 +40,7 @@ from deploykit.serving.serve import (
 )
 from deploykit.serving.server import Server
 from deploykit.serving.web.page import status
-from deploykit.serving.workers import group, parent
+from deploykit.serving.workers import group, parent, signals
 from deploykit.serving.workers.group import Member, ServerGroup
 from deploykit.serving.workers.link import Channel, LinkLost
 from deploykit.serving.workers.parent import Hub, Worker
@@ -494,6 +494,21 @@ def test_no_signal_interrupts_what_a_worker_cleans_up_once_its_server_has_ended(
     with pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_program_whose_server_has_ended_can_be_ended_a_second_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it is over, what comes again is the echo of what ended the server."""
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=None))
+    assert server.run(lambda *_: signal.raise_signal(signal.SIGTERM)) == 0
+    signal.raise_signal(signal.SIGTERM)
+    assert seen == []
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert seen == [signal.SIGTERM]
 
 
 # -- Files that change, and pipelines that fork
