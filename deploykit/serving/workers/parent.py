@@ -395,7 +395,8 @@ class Parent:
             if worker.ready:
                 worker.link.send("drain")
             else:  # it still opens its models
-                os.kill(worker.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGTERM)
         await self._until(self._ended, self._drain_s - 2 * _POLL_S)
         for each in self._ports.values():
             remove_path(each)  # just before the workers accept the last clients of a path
