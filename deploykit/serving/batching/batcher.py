@@ -601,9 +601,13 @@ class Batcher(Closing):
         self, requests: Sequence[Pending], now_us: int, deliver: Deliver | None = None
     ) -> None:
         for request in requests:
-            if request.error is not None:
-                for watcher in self.watchers:
+            if request.error is None:
+                continue
+            for watcher in self.watchers:
+                try:
                     watcher.record_failure(request, now_us)
+                except Exception:  # a failing watcher must not hold up the replies
+                    log.exception("model '%s': recording a failed request failed", self._name)
         if requests:
             (deliver or self._deliver)(requests)
 

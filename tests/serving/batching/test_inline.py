@@ -314,7 +314,7 @@ class Moody(FakeEngine):
 
 
 class Rude(Watcher):
-    def record_run(self, *_: object) -> None:
+    def record_failure(self, *_: object) -> None:
         raise RuntimeError("a watcher's own trouble")
 
 
