@@ -234,10 +234,17 @@ def differences(
     built: Mapping[str, str], here: Here, version_compatible: bool = False
 ) -> Iterator[str]:
     """Yield each reason, as a clause, why a plan with this `built_on` cannot run here."""
-    yield from _tensorrt(built, here, version_compatible)
-    there = built.get("architecture", "")
-    if there and here.architecture and there != here.architecture:
-        yield f"{here.architecture} here, {there} there"
+    version = built.get("tensorrt", "")
+    there, now = version_numbers(version), version_numbers(here.tensorrt)
+    known = min(len(there), len(now))  # a Jetson's package says 10.3.0, PyPI's 10.3.0.26
+    there, now = there[:known], now[:known]
+    crosses = there[:1] == now[:1] or there[:1] + now[:1] in _CROSSED
+    later = version_compatible and crosses and there < now
+    if there != now and not later:
+        yield f"TensorRT {here.tensorrt} here, {version} there"
+    cpu = built.get("architecture", "")
+    if cpu and here.architecture and cpu != here.architecture:
+        yield f"{here.architecture} here, {cpu} there"
     level = built.get(HARDWARE_COMPATIBLE, "").lower()
     capability = built.get("compute_capability", "")
     same = not (capability and here.compute_capability) or capability == here.compute_capability
@@ -262,21 +269,6 @@ def differences(
             f"the driver{f' {here.driver}' if here.driver else ''} runs CUDA {here.cuda}, the "
             f"engine needs CUDA {needed[0]}{f': driver {branch} or later' if branch else ''}"
         )
-
-
-def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) -> Iterator[str]:
-    version = built.get("tensorrt", "")
-    there, now = version_numbers(version), version_numbers(here.tensorrt)
-    known = min(len(there), len(now))  # a Jetson's package says 10.3.0, PyPI's 10.3.0.26
-    if known == 0 or there[:known] == now[:known]:
-        return
-    text = f"TensorRT {here.tensorrt} here, {version} there"
-    if not version_compatible:
-        yield text
-    elif there[0] != now[0] and (there[0], now[0]) not in _CROSSED:
-        yield f"{text} (no version compatible engine runs across these major versions)"
-    elif now[:known] < there[:known]:
-        yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
 
 
 def _notes(path: Path, manifest: Manifest, here: Here) -> Iterator[str]:
