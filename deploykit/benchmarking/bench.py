@@ -341,7 +341,7 @@ def choose_inputs(
     arrays, source = (None, RANDOM) if samples is None else (samples.inputs, DATA)
     golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if samples is None and golden is not None:
-        arrays = open_samples(golden, artefact.path, engine.inputs, engine.outputs)[1]
+        arrays = open_samples(golden, artefact.path, engine.inputs, engine.outputs)[0]
         source = GOLDEN
     shapes = {name: array.shape for name, array in (arrays or {}).items()}
     sizes = {**dynamic_sizes(specs, shapes), **axes}

@@ -193,7 +193,7 @@ def _recorded(
     for each in artefacts:
         found = golden.find_samples(each.path, each.manifest)
         if found is not None:
-            _, feeds = golden.open_samples(found, each.path, engine.inputs, engine.outputs)
+            feeds, _ = golden.open_samples(found, each.path, engine.inputs, engine.outputs)
             return each.name, [feeds], found.max_error
     return None
 

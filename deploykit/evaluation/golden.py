@@ -79,7 +79,7 @@ def replay(
     `name`: what messages call the engine. `max_error`: None for the bound of the samples.
     """
     inputs, outputs = engine.inputs, engine.outputs
-    recorded, feeds = open_samples(golden, path, inputs, outputs)
+    feeds, values = open_samples(golden, path, inputs, outputs)
     batched = {spec.name: 0 for spec in outputs if spec.batched}
     batched |= batch_places((*inputs, *outputs), batch_axes(inputs))
     counts = (array.shape[batched[name]] for name, array in feeds.items() if name in batched)
@@ -94,8 +94,8 @@ def replay(
             for n, a in arrays.items()
         }
 
-    feeds, values = fit(feeds), fit(recorded(feeds))
-    reference = RecordedEngine(inputs, outputs, (feeds, values), golden.reference)
+    feeds = fit(feeds)
+    reference = RecordedEngine(inputs, outputs, fit(values), golden.reference)
     bound, names = golden.max_error, (f"{golden.reference}, recorded", name)
     bound = bound if max_error is None else max_error
     return compare_engines(reference, engine, [feeds], max_error=bound, names=names)
@@ -103,8 +103,8 @@ def replay(
 
 def open_samples(
     golden: GoldenSamples, artefact: Path, inputs: Specs, outputs: Specs
-) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
-    """Return the samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the inputs and the outputs of the samples next to `artefact`. Raises BadInput."""
     path = artefact.with_name(golden.file)
     arrays = read_npz(path)
     feeds = {n.removeprefix(_INPUTS): a for n, a in arrays.items() if n.startswith(_INPUTS)}
@@ -116,7 +116,7 @@ def open_samples(
                 f"{path}: holds the {kind}s {', '.join(sorted(there))}, "
                 f"the model's are {', '.join(sorted(names))}"
             )
-    return RecordedEngine(inputs, outputs, (feeds, values), golden.reference), feeds
+    return feeds, values
 
 
 def find_samples(artefact: Path, manifest: Manifest | None) -> GoldenSamples | None:
@@ -189,7 +189,7 @@ def _row_inputs(
 ) -> Mapping[str, np.ndarray] | None:
     if samples is None or not all(spec.batched for spec in engine.inputs):
         return None
-    return open_samples(samples, path, engine.inputs, engine.outputs)[1]
+    return open_samples(samples, path, engine.inputs, engine.outputs)[0]
 
 
 def batching_notes(engine: Engine, proof: RowIndependence) -> tuple[str, ...]:

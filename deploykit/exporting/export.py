@@ -502,8 +502,7 @@ def _probe_outside(
     for what, changed in trials.items():
         feeds = {**arrays, **changed}
         with contextlib.suppress(DeploykitError):
-            recorded = feeds, reference(feeds)
-            known = RecordedEngine(specs, reference.outputs, recorded, reference.runtime)
+            known = RecordedEngine(specs, reference.outputs, reference(feeds), reference.runtime)
             try:
                 parity = compare_engines(known, exported, [feeds], max_error=_OUTSIDE_MAX_ERROR)
                 why = _difference(reference, parity, feeds, only_places=what == "zeros")

@@ -215,7 +215,7 @@ def sizes_of_axes(
         sizes = {axis: side for axis in sides if isinstance(axis, str)} | sizes
     golden = find_samples(where.path, where.manifest) if where.manifest else None
     if golden is not None:
-        feeds = open_samples(golden, where.path, graph.inputs, graph.outputs)[1]
+        feeds = open_samples(golden, where.path, graph.inputs, graph.outputs)[0]
         shapes = {name: feed.shape for name, feed in feeds.items()}
         recorded = dynamic_sizes(graph.inputs, shapes)
         for name in [name for name in names if name in recorded and name not in sizes]:
