@@ -277,7 +277,7 @@ FILE = Path("w.pt")
 @pytest.mark.parametrize(
     ("name", "error", "told"),
     [
-        ("number", BadInput, "is a int, a callable is needed"),
+        ("number", BadInput, "arch.py:number: TypeError: 3 is not a callable object$"),
         ("not_a_module", BadInput, "returned a int, not a torch.nn.Module"),
         ("absent", NotFound, "has no 'absent'"),
         ("needy", BadInput, "missing a required argument: .width.$"),

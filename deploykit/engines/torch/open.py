@@ -329,8 +329,8 @@ def build_module(
         named = build_named(arch, weights or {})
     found: Any = named if named is not None else import_object(arch)
     if not isinstance(found, torch.nn.Module):
-        given = _arguments(arch, found, arguments or {})
         with module_errors(f"`arch` {arch}"):
+            given = _arguments(arch, found, arguments or {})
             found = found(**given)
     if not isinstance(found, torch.nn.Module):
         raise BadInput(f"`arch` {arch}: returned a {type(found).__name__}, not a torch.nn.Module")
@@ -341,12 +341,7 @@ def build_module(
 
 def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `offered` that `function` takes. Raises BadInput if it needs others."""
-    if not callable(function):
-        raise BadInput(f"`arch` {arch}: is a {type(function).__name__}, a callable is needed")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it is written in C
-        return {}
+    signature = inspect.signature(function)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     known = [name for name, each in signature.parameters.items() if each.kind in named]
     given = {name: offered[name] for name in known if name in offered}
