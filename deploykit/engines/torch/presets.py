@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.errors import MissingExtra, NotFound, did_you_mean
+from deploykit.core.errors import NotFound, did_you_mean
 from deploykit.core.extras import installed, require
 from deploykit.core.files import sha256
 from deploykit.core.task import (
@@ -75,18 +75,12 @@ class Preset:
 def torchvision_name(arch: str | None) -> str | None:
     """Return torchvision's name for `arch`: "resnet18", "torchvision.models:resnet18".
 
-    Return None for another library's model. Raises NotFound for an unknown bare name.
+    Return None for another library's model. Raises NotFound for an unknown bare name, MissingExtra.
     """
     package, colon, name = (arch or "").rpartition(":")
     if not (package in _PACKAGES if colon else name.isidentifier()):
         return None
-    try:
-        models = _torchvision()
-    except MissingExtra:
-        if colon:
-            return None  # the import reports it
-        raise
-    known = models.list_models()
+    known = _torchvision().list_models()
     if name.lower() in known:
         return name.lower()
     if colon:
