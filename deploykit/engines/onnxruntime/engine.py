@@ -172,11 +172,6 @@ class BatchSizes:
     def last_copies_us(self) -> tuple[int, int]:
         return self._used.last_copies_us
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The rows that calls are filled up to; none before `prepare`, or if it does not pay."""
-        return tuple(sorted({rows for sized in self._sized.values() for rows, *_ in sized}))
-
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self._sized:
             rows, rest = _rows_and_rest(feeds)
