@@ -305,18 +305,29 @@ def _reason(exc: Exception) -> str:
 _OWN = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
 _TOOLS = {"onnxscript", "onnx_ir", "numpy", "einops", "einx"}  # no libraries of models
+_LINEAR_ALGEBRA = (
+    "ONNX has no linear algebra but products: compute it before the export where it is of weights, "
+    "else outside the model"
+)
 _REWRITES = {  # torch's message, or an operator that it cannot translate -> advice
     "Expected more than 1 value per channel": "one row has no statistics of its own: give "
     "F.batch_norm the running ones, and training=self.training",
+    "uninitialized parameter": "run the model once before the export, so that its lazy layers get "
+    "their weights: model(example)",
+    "meta tensor": "give the model its weights first: model.to_empty(device='cpu'), then "
+    "model.load_state_dict(...)",
+    r"\boffsets\b": "give nn.EmbeddingBag ids of [N,T], a row for each bag, filled up with its "
+    "`padding_idx`: it then takes no offsets",
     "index .*out of (bounds|range)": "integer inputs are random where `samples` gives no real "
     "ones, and may be no valid ids of this model",
     r"aten\.(nan)?median": "the lower median is x.sort(dim).values.select(dim, (n - 1) // 2)",
     r"aten\.(searchsorted|bucketize)": "for sorted boundaries it is "
     "(x.unsqueeze(-1) > boundaries).sum(-1)",
+    r"aten\.unique_consecutive": "return what it is given, and drop repeats outside the model",
+    r"aten\.(_?linalg|cholesky|_?lu_|geqrf|triangular)": _LINEAR_ALGEBRA,
     "fake_quantize": "torch's older exporter keeps it where sizes are x.shape[0], not len(x) or "
     "int(...); else switch it off, export, and: deploykit quantize --to int8 --calib DATA",
-    r"\b(aten|prims)\.": "write that line with other operators; or compute it before the export "
-    "where it is of weights, else outside the model",
+    r"\b(aten|prims)\.": "write that line with other operators, or compute it outside the model",
 }
 
 
