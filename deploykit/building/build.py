@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from deploykit.building.builder import (
     parse_batch,
 )
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
     BuildRecord,
     CalibrationRecord,
@@ -89,21 +88,6 @@ from deploykit.quantization.quantize import (
 BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the graph
 
 
-@contextlib.contextmanager
-def _own_names() -> Iterator[None]:
-    """Make errors of a quantization name the parameters of `build`."""
-    try:
-        yield
-    except DeploykitError as exc:
-        exc.message = exc.message.replace("`to`", "`precision`")
-        exc.hint = exc.hint and exc.hint.replace("`to`", "`precision`").replace(
-            "`runtime`", "a `profile` that runs"
-        )
-        exc.args = (exc.message,)
-        raise
-
-
-@_own_names()
 def build(
     model: ArtefactLike,
     profile: str = "auto",

@@ -144,7 +144,9 @@ def check_quantize_options(request: QuantizeRequest) -> None:
         return
     only, computes_in = BY_NAME[to].runtime, hardware(to)
     if only and runtime != only:
-        raise BadInput(f"`to` {to} runs only on {only}, not on {runtime}", hint=f"`runtime` {only}")
+        raise BadInput(
+            f"{to} runs only on {only}, not on {runtime}", hint=f"a target that runs {only}"
+        )
     if target and computes_in in HARDWARE and computes_in not in target.precisions:
         raise BadInput(
             f"`profile` {target.name} does not run {to}",

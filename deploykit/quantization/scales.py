@@ -80,7 +80,7 @@ def convert(
         typed = weights.to_dynamic(source, keep_float32=keep_float32)
     elif calibration is None:
         raise BadInput(
-            f"`to` {to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"
+            f"{to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"
         )
     else:
         typed = qdq.to_pairs(source, calibration, to, runtime=runtime, keep_float32=keep_float32)

@@ -141,7 +141,7 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     if not chosen:
         weights = "constant float32 weights to quantize"
         weights += " other than those kept in float32" if keep_float32 else ""
-        hint = "`to` int8 quantizes convolutions too"
+        hint = "int8 quantizes convolutions too"
         raise nothing_to_quantize(editor, _KINDS, weights, hint)
     writer = _Writer(editor)
     for number, node in enumerate(nodes):

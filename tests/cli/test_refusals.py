@@ -99,9 +99,7 @@ REFUSED = {  # the command line without `deploykit` -> what stderr says
     "build model.onnx --profile cpu --precision int8 --calib data.npz --max-drop 3": "--max-drop",
     "build model.onnx --profile cpu --precision int8 --calib data.npz --metric a:b": "'a'",
     "build model.onnx --profile cpu --precision int8 --calib nothere.npz": "nothere.npz",
-    "build conv.onnx --profile cpu --precision int8-dynamic": (
-        "hint: --precision int8 quantizes convolutions too"
-    ),
+    "build conv.onnx --profile cpu --precision int8-dynamic": "int8 quantizes convolutions too",
     "compare model.onnx model.onnx --max-error nan": "nan",
     "compare model.onnx --fail-on-regression 5%": "--fail-on-regression is for two reports",
     "compare a b --fail-on-regression 0.05": "a percentage",
