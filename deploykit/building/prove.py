@@ -10,21 +10,18 @@ from deploykit.building import tensorrt
 from deploykit.building.builder import (
     BuildJob,
     BuildResult,
-    Shapes,
     check_samples,
     count_precisions,
-    find_builder,
     note_dla,
-    open_graph_file,
 )
-from deploykit.core.artefact import Artefact, ArtefactLike, Manifest, write_manifest
-from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
+from deploykit.core.artefact import Artefact, Manifest, write_manifest
+from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, PrecisionReadBack
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import this_machine, tool_versions
 from deploykit.core.precision import max_engine_error, narrowest
-from deploykit.core.profile import Profile, fits, load_profile, with_gpu
+from deploykit.core.profile import Profile, fits, with_gpu
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
@@ -65,29 +62,10 @@ def build_plan(job: BuildJob, on_progress: Progress) -> Made:
         graph_file = Artefact.from_manifest(typed, quantized.manifest)
     step = span(on_progress, 0.0 if graph_file is source else 0.6, 0.8)
     step("building", 0.0)
-    builder = find_builder(job.target.runtime)
-    built = builder(graph_file, job.tmp, job.target, job.shapes, step)
+    built = tensorrt.build_engine(graph_file, job.tmp, job.target, job.shapes, step)
     on_progress("comparing with the model", 0.8)
     made = prove_plan(built, graph_file, job)
     return replace(made, notes=(*notes, *made.notes))
-
-
-def check_build(
-    model: ArtefactLike,
-    profile: str,
-    *,
-    shapes: Shapes | None = None,
-    on_progress: Progress | None = None,
-) -> tensorrt.BuildCheck:
-    """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
-
-    Raises MissingExtra where there is none, BadInput for a profile that needs none.
-    """
-    target = load_profile(profile)
-    source = open_graph_file(model)
-    if target.runtime != "tensorrt":
-        raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return tensorrt.check_engine(source, target, shapes or Shapes(), on_progress)
 
 
 def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:

@@ -28,18 +28,19 @@ from deploykit.building.builder import (
     check_graph,
     check_options,
     check_target,
+    open_graph_file,
     parse_axis,
     parse_batch,
     ranges,
 )
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.extras import installed, require
 from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, builder_bytes, this_machine, version_numbers
 from deploykit.core.precision import ALL
-from deploykit.core.profile import Profile, with_gpu
+from deploykit.core.profile import Profile, load_profile, with_gpu
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import (
@@ -699,12 +700,23 @@ def build_engine(
     return built
 
 
-def check_engine(
-    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
+def check_build(
+    model: ArtefactLike,
+    profile: str,
+    *,
+    shapes: Shapes | None = None,
+    on_progress: Progress | None = None,
 ) -> BuildCheck:
-    """Parse and build in a process of its own, as `check` does; keep nothing."""
-    options = options_of(target, shapes, model)
-    found: BuildCheck = run_apart(str(model), check, model.path, options, on_progress=on_progress)
+    """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
+
+    It does so in a process of its own. Raises MissingExtra where there is no builder, BadInput for
+    a profile that needs none.
+    """
+    target, source = load_profile(profile), open_graph_file(model)
+    if target.runtime != "tensorrt":
+        raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
+    options = options_of(target, shapes or Shapes(), source)
+    found: BuildCheck = run_apart(str(source), check, source.path, options, on_progress=on_progress)
     return found
 
 

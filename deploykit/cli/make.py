@@ -311,7 +311,7 @@ def build(
         tf32=not no_tf32,
     )
     if check:
-        from deploykit.building.prove import check_build
+        from deploykit.building.tensorrt import check_build
 
         with Progress(f"build for {profile}") as progress:
             checked = check_build(model, profile, shapes=shapes, on_progress=progress)

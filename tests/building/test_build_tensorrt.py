@@ -22,8 +22,8 @@ from onnx import helper
 
 import deploykit as dk
 from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
-from deploykit.building.prove import check_build, check_here, prove_plan
-from deploykit.building.tensorrt import build_engine
+from deploykit.building.prove import check_here, prove_plan
+from deploykit.building.tensorrt import build_engine, check_build
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.files import sha256

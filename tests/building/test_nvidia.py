@@ -15,8 +15,7 @@ import onnx
 import pytest
 
 from deploykit.building.builder import AxisRange
-from deploykit.building.prove import check_build
-from deploykit.building.tensorrt import build, check, module
+from deploykit.building.tensorrt import build, check, check_build, module
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.engines.tensorrt.compatibility import logger
 from deploykit.engines.tensorrt.engine import LogErrors
