@@ -18,7 +18,7 @@ from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES, Runtime
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import dtype_name
-from deploykit.graph.storage import RUNTIME_DOMAINS, STANDARD_DOMAINS, all_nodes
+from deploykit.graph.storage import RUNTIME_DOMAINS, all_nodes
 
 _STANDARD = ("", "ai.onnx")
 # Source: https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md
@@ -43,16 +43,14 @@ _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "comple
 
 
 def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
-    """Return the nodes that `profile`'s runtime refuses, in the graph's order.
+    """Return the nodes that TensorRT refuses, in the graph's order, if `profile` runs that.
 
     Empty means that nothing is known against the model, not that a build is sure to succeed.
     """
-    refused = _refused(source, by_type=True)
     if profile.runtime != "tensorrt":
-        why = "ONNX Runtime has no operators of the domain '{}' of its own"
-        others = ((n, n.domain) for n, _ in refused if n.domain not in STANDARD_DOMAINS)
-        refused = ((n, why.format(d)) for n, d in others if not d.startswith(RUNTIME_DOMAINS))
-    return tuple(Problem(node.name, node.op_type, why) for node, why in refused)
+        return ()
+    found = _refused(source, by_type=True)
+    return tuple(Problem(node.name, node.op_type, why) for node, why in found)
 
 
 def find_mismatch(source: Artefact, graph: Graph, target: Profile) -> BadInput | None:

@@ -61,7 +61,8 @@ def test_every_bad_node_is_listed_those_in_bodies_too() -> None:
     [
         ("com.microsoft", "h100-sxm", "com.microsoft plugin"),
         ("com.microsoft", "cpu", ""),
-        ("mine", "cpu", "'mine'"),
+        ("mine", "h100-sxm", "'mine' plugin"),
+        ("mine", "cpu", ""),
     ],
 )
 def test_an_operator_of_another_domain_is_a_stranger(domain: str, profile: str, says: str) -> None:
