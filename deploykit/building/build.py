@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 
 from deploykit.building.builder import (
+    Builder,
     BuildJob,
     BuildResult,
     Shapes,
     check_options,
     count_precisions,
-    find_builder,
     open_graph_file,
     parse_axis,
     parse_batch,
@@ -290,7 +291,8 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
         placed = place_pairs(job)
     step = span(on_progress, 0.6 if quantize else 0.0, 0.8)
     step("building", 0.0)
-    builder, runtime = find_builder(job.target.runtime), RUNTIMES[job.target.runtime]
+    runtime = RUNTIMES[job.target.runtime]
+    builder: Builder = resolve_name(runtime.builder)
     kind, built = runtime.opens[0], list[BuildResult]()
 
     def write(graph: Graph, out: Path) -> Graph:

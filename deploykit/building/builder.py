@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
@@ -121,11 +120,6 @@ def count_precisions(layers: Sequence[Layer]) -> dict[str, int]:
 Builder = Callable[
     [Artefact, Path, Profile, Shapes, "Callable[[str, float], None] | None"], BuildResult
 ]  # (graph, out, target, shapes, on_progress)
-
-
-def find_builder(runtime: str) -> Builder:
-    found: Builder = resolve_name(RUNTIMES[runtime].builder)
-    return found
 
 
 # All checks of size ranges are made here, as TensorRT reports its own late and only in its log.

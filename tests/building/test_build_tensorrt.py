@@ -21,7 +21,7 @@ import pytest
 from onnx import helper
 
 import deploykit as dk
-from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
+from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.prove import check_here, prove_plan
 from deploykit.building.tensorrt import build_engine, check_build
 from deploykit.core.artefact import Artefact
@@ -61,7 +61,7 @@ def built(
     request = QuantizeRequest(to="fp32", runtime="tensorrt", target=l4, **gate)
     source = Artefact.open(model)
     job = BuildJob(source, l4, request, shapes or Shapes(), stage / "m.trt", folder / "m.trt")
-    plan = find_builder("tensorrt")(source, job.tmp, l4, job.shapes, None)
+    plan = build_engine(source, job.tmp, l4, job.shapes, None)
     return prove_plan(plan, source, replace(job, shapes=replace(job.shapes, dla=dla)))
 
 
