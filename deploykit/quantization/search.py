@@ -35,7 +35,7 @@ from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.feeds import axis_sizes
 from deploykit.evaluation.statistics import ratio
-from deploykit.graph import cost, storage
+from deploykit.graph import cost
 from deploykit.graph.cost import Ceilings, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.quantization import qdq
@@ -330,14 +330,9 @@ def search_precision(
         if record.float32_nodes:
             notes.append(f"kept in float32 by the search: {', '.join(record.float32_nodes)}")
         best, best_notes = outcome.model
-        path, scales = best.path, candidates.scales_for(record.precision)
-        data = path.with_name(f"{path.name}.data")
-        if data.exists():
-            storage.point_to(path, f"{out.name}.data")
-            data.replace(out.with_name(f"{out.name}.data"))
-        path.replace(out)
         notes += best_notes
-        return Graph.open(out), job.evidence(scales, notes, candidates.passed[path], record)
+        scales, passed = candidates.scales_for(record.precision), candidates.passed[best.path]
+        return best.save(out), job.evidence(scales, notes, passed, record)
 
 
 class _Candidates:
