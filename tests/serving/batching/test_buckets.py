@@ -127,6 +127,12 @@ def test_the_check_skips_lengths_that_the_engine_refuses() -> None:
         buckets(Lengths(9)).check(Lengths(9), 8)
 
 
+def full(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if feeds["x"].shape[1] not in (4, 8):
+        raise BadInput("not a full length")
+    return {"y": feeds["x"] + feeds["x"].shape[1]}
+
+
 TEXT, SAME = "x:float32[N,T]", "y:float32[N,T]"
 
 
@@ -144,8 +150,10 @@ def lost(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         # as long as T, but not by name: its padding cannot be removed
         (Function(lambda x: {"y": x["x"]}, TEXT, "y:float32[N,M]"), BadInput, "changes by inf"),
         (Function(lost, TEXT, SAME), DeviceLost, "gone"),  # no refused length
+        # it runs at the buckets alone: what is padded has nothing to be compared with
+        (Function(full, TEXT, SAME), BadInput, "no length below the bucket of T=4 runs"),
     ],
-    ids=["rows", "uncut", "lost"],
+    ids=["rows", "uncut", "lost", "full"],
 )
 def test_a_model_whose_padding_changes_its_outputs_is_refused(
     engine: Engine, error: type[Exception], words: str
