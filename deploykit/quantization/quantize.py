@@ -224,9 +224,10 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
         hints = ["give `calib` or `data` on which the model finds something"]
     else:
         hints = ["more samples narrow the interval"]
+        sqnr_db = evaluation.sqnr_db
         if evaluation.samples is None:
             hints = ["real inputs may lose less than random ones: give `data`"]
-        elif evaluation.drop is None and (evaluation.sqnr_db or 0) < evaluation.min_sqnr_db:
+        elif evaluation.drop is None and sqnr_db is not None and sqnr_db < evaluation.min_sqnr_db:
             hints = ["calibrate on more samples, of all kinds"] if made.evidence.calibration else []
         if half and made.evidence.calibration is None:
             hints = ["give `calib`: nodes that overflow float16 on these inputs stay in float32"]

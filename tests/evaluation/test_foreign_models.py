@@ -120,6 +120,19 @@ def test_values_that_int8_loses_ask_for_calibration_samples(tmp_path: Path) -> N
         dk.quantize(path, "int8", calib=tmp_path / "d.npz")
 
 
+def test_classes_that_too_few_samples_show_to_be_equal_ask_for_more_samples(
+    tmp_path: Path,
+) -> None:
+    graph = "(float[N,4] x) => (int64[N] y)"
+    path = write_text(
+        tmp_path, graph, "q = MatMul(x, W) y = ArgMax<axis=1, keepdims=0>(q)", {"W": W}
+    )
+    np.savez(tmp_path / "d.npz", x=RNG.standard_normal((64, 4)).astype(np.float32))
+    with pytest.raises(dk.GateFailed, match="samples like these would show it") as caught:
+        dk.quantize(path, "fp16", calib=tmp_path / "d.npz")
+    assert caught.value.hint.startswith("more samples narrow the interval; precision 'auto'")
+
+
 def test_a_domain_that_a_file_imports_and_does_not_use_excludes_no_target(tmp_path: Path) -> None:
     path = write_text(tmp_path, X4, "y = MatMul(x, W)", {"W": W})
     fits = dk.inspect(path).fits
