@@ -263,6 +263,8 @@ def given_sizes(
     """
     sizes = dict(axis or {})
     if batch is not None:
+        if batch < 1:
+            raise BadInput(f"`batch` must be 1 or more, got {batch}")
         rows = batch_axes(inputs) or (BATCH,)
         if both := sizes.keys() & {*rows}:
             raise BadInput(f"`batch` is the size of `axis` {min(both)}: give one of the two")
