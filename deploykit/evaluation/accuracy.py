@@ -227,6 +227,7 @@ MAX_DROP = 0.01  # one percentage point
 MIN_SQNR_DB = 15.0
 _SMALL_SHARE = 1e-3
 NOTHING_FOUND = f"is below {_SMALL_SHARE:g} everywhere on these inputs"
+MORE_SAMPLES = "the measured value is within"  # more of them would show it
 MIN_BOXES = 0.9  # share of the boxes that either found
 
 
@@ -402,8 +403,7 @@ def _bounded(
         return passed, text
     times = (drop.high - drop.value) / (bound - drop.value)
     about = math.ceil((n + 2) * times ** (2 if changed else 1))
-    why = f"the measured value is within: about {about} samples like these would show it"
-    return False, f"{text}; {why}"
+    return False, f"{text}; {MORE_SAMPLES}: about {about} samples like these would show it"
 
 
 def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.ndarray | None:

@@ -21,7 +21,7 @@ from deploykit.core.precision import (
 )
 from deploykit.core.profile import load_profile
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
-from deploykit.evaluation.accuracy import NOTHING_FOUND
+from deploykit.evaluation.accuracy import MORE_SAMPLES, NOTHING_FOUND
 from deploykit.evaluation.artefacts import (
     Made,
     Progress,
@@ -223,13 +223,14 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     elif NOTHING_FOUND in evaluation.why:
         hints = ["give `calib` or `data` on which the model finds something"]
     else:
-        hints = ["more samples narrow the interval"]
-        sqnr_db = evaluation.sqnr_db
-        if evaluation.samples is None:
+        hints, more = list[str](), MORE_SAMPLES in evaluation.why
+        if more:
+            hints = ["more samples narrow the interval"]
+        elif evaluation.samples is None:
             hints = ["real inputs may lose less than random ones: give `data`"]
-        elif evaluation.drop is None and sqnr_db is not None and sqnr_db < evaluation.min_sqnr_db:
-            hints = ["calibrate on more samples, of all kinds"] if made.evidence.calibration else []
-        if half and made.evidence.calibration is None:
+        elif made.evidence.calibration:
+            hints = ["calibrate on more samples, of all kinds"]
+        if half and made.evidence.calibration is None and not more:
             hints = ["give `calib`: nodes that overflow float16 on these inputs stay in float32"]
         if half and rows:
             hints.append("bf16 has the range of float32")

@@ -120,16 +120,13 @@ def test_values_that_int8_loses_ask_for_calibration_samples(tmp_path: Path) -> N
         dk.quantize(path, "int8", calib=tmp_path / "d.npz")
 
 
-def test_classes_that_too_few_samples_show_to_be_equal_ask_for_more_samples(
-    tmp_path: Path,
-) -> None:
-    graph = "(float[N,4] x) => (int64[N] y)"
-    path = write_text(
-        tmp_path, graph, "q = MatMul(x, W) y = ArgMax<axis=1, keepdims=0>(q)", {"W": W}
-    )
+@pytest.mark.parametrize("given", ["calib", "data"])
+def test_too_few_equal_answers_ask_for_more_samples(tmp_path: Path, given: str) -> None:
+    body = "q = MatMul(x, W) y = ArgMax<axis=1, keepdims=0>(q)"
+    path = write_text(tmp_path, "(float[N,4] x) => (int64[N] y)", body, {"W": W})
     np.savez(tmp_path / "d.npz", x=RNG.standard_normal((64, 4)).astype(np.float32))
     with pytest.raises(dk.GateFailed, match="samples like these would show it") as caught:
-        dk.quantize(path, "fp16", calib=tmp_path / "d.npz")
+        dk.quantize(path, "fp16", **{given: tmp_path / "d.npz"})
     assert caught.value.hint.startswith("more samples narrow the interval; precision 'auto'")
 
 
@@ -636,7 +633,7 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
     [
         ({"axis": {"Z": 3}}, "no input has a dynamic axis 'Z'"),
         ({"axis": {"T": 0}}, "`axis` T must be 1 or more"),
-        ({"batch": 0}, "must be 1 or more"),
+        ({"batch": 0}, "`batch` must be 1 or more"),
         ({"axis": {"N": 3}, "batch": 2}, "`batch` is the size of `axis` N: give one"),
     ],
 )
