@@ -21,6 +21,7 @@ from deploykit.building.builder import (
     parse_axis,
     parse_batch,
 )
+from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
@@ -89,6 +90,7 @@ from deploykit.quantization.quantize import (
 BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the graph
 
 
+@checked
 def build(
     model: ArtefactLike,
     profile: str = "auto",

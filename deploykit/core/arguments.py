@@ -30,6 +30,8 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for name, value in bound.arguments.items():
             if not _fits(value, kinds[name]) and _fits([value], kinds[name]):
                 bound.arguments[name] = [value]
+            elif isinstance(value, Real) and hasattr(value, "item"):  # numpy's, which are no JSON
+                bound.arguments[name] = value.item()
         check_arguments(function, bound.arguments)
         return function(*bound.args, **bound.kwargs)
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
@@ -58,6 +59,7 @@ class Compared(Shown):
             raise GateFailed(exc.message, hint=self.unfit or difference) from None
 
 
+@checked
 def compare(
     a: ArtefactLike,
     b: ArtefactLike | None = None,

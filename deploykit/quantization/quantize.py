@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Evidence
@@ -49,6 +50,7 @@ from deploykit.quantization.job import (
 TARGETS = (*QUANTIZED, "auto")
 
 
+@checked
 def quantize(
     model: ArtefactLike,
     to: str,

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from deploykit.benchmarking.bench import bench
+from deploykit.building.build import build
 from deploykit.core.arguments import check_arguments, checked
 from deploykit.core.errors import BadInput
+from deploykit.evaluation.compare import compare
 from deploykit.evaluation.predict import predict
 from deploykit.loadtest.load import load_test
 from deploykit.planning.plan import plan
+from deploykit.quantization.quantize import quantize
 from deploykit.serving.serve import serve
 
 
@@ -30,6 +33,7 @@ def test_what_a_parameter_takes_passes_and_one_item_is_a_list_of_it() -> None:
         *(["ab"], np.float32(0.5)),
         {"a": ("b", "c")},
     )
+    assert type(public("ab", np.float32(0.5))[1]) is float  # type: ignore[index]
     assert public(("a", "b"), 1) == (("a", "b"), 1, None)
     check_arguments(predict, {"batch": np.int64(3), "data": Path("a"), "force": False})
     with pytest.raises(TypeError):
@@ -60,6 +64,11 @@ ENGINE = {"engine": "model.onnx", "data": "a.npz", "out": "out.npz"}
             "`data` must be str | PathLike[str], got ['a.npz']",
         ),
         (predict, ENGINE | {"batch": True}, "`batch` must be int"),
+        (quantize, {"metric": len}, "`metric` must be str | None"),
+        (quantize, {"axis": "N=2"}, "`axis` must be Mapping[str, int] | None, got 'N=2'"),
+        (build, {"profile": None}, "`profile` must be str, got None"),
+        (build, {"shapes": "1,2,3"}, "`shapes` must be Shapes | None, got '1,2,3'"),
+        (compare, {"max_error": "x"}, "`max_error` must be float | None, got 'x'"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -72,6 +81,9 @@ def test_verbs_check_their_arguments_before_they_open_anything(
         bench: {"engines": ["model.onnx"]},
         load_test: {"url": "http://h"},
         plan: {"model": "model.onnx"},
+        quantize: {"model": "model.onnx", "to": "fp16"},
+        build: {"model": "model.onnx"},
+        compare: {"a": "model.onnx"},
     }
     with pytest.raises(BadInput) as caught:
         verb(**required.get(verb, {}) | given)
