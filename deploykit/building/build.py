@@ -427,7 +427,7 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             samples = golden_samples(quantize, tmp, reference, engine)
             notes += accuracy_notes(quantize, evaluation)
         else:
-            evaluation = evaluate_engine(reference, engine, request, (source.name, name))
+            evaluation = evaluate_engine(reference, engine, request, source, name)
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)

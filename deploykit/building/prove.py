@@ -163,7 +163,7 @@ def _prove(manifest: Manifest, graph_file: Artefact, job: BuildJob) -> tuple[Evi
             evaluation = None
             if request.data is not None and parity is not None and parity.passed:
                 with load(source, "cpu") as model:
-                    evaluation = evaluate_engine(model, engine, request, (source.name, name))
+                    evaluation = evaluate_engine(model, engine, request, source, name)
             evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
             if parity is not None and parity.passed:
                 proof = golden.prove_batch(engine, tmp, evidence.golden)

@@ -375,16 +375,15 @@ def share_outputs(graph: Graph) -> set[str]:
 
 
 def evaluate_engine(
-    reference: Engine, engine: Engine, request: QuantizeRequest, names: tuple[str, str]
+    reference: Engine, engine: Engine, request: QuantizeRequest, model: Artefact, name: str
 ) -> Evaluation | None:
-    """Return the accuracy of `engine` against the model; None without data that has labels.
+    """Return the accuracy of `engine`, called `name`, against the model; None without labels.
 
     Samples that do not fill the smallest batch it accepts are left out. Raises BadInput.
     """
     if request.data is None:
         return None
-    task = engine.source.task if engine.source else None
-    samples = read_samples(request.data, engine.inputs, task=task)
+    samples = read_samples(request.data, engine.inputs, task=model.task)
     if samples.labels is None:
         return None
     low, high = batch_limits(engine.inputs, engine.limits)
@@ -395,6 +394,7 @@ def evaluate_engine(
     if low == 1 != high:
         size, _ = rows_that_run(reference, samples, size)
     criterion = Criterion(find_metric(request.metric or DEFAULT_METRIC), request.max_drop)
+    names = (model.name, name)
     return evaluate(reference, engine, samples, criterion, names=names, batch_size=size)
 
 

@@ -104,6 +104,23 @@ def test_a_classifier_answers_with_the_probabilities_that_pytorch_gives(classifi
     assert classifier.manifest.task == task
 
 
+def test_a_build_measures_accuracy_on_images_that_the_task_places(
+    classifier: Any, tmp_path: Path
+) -> None:
+    needs("PIL")
+    from PIL import Image
+
+    for label in ("cat", "dog", "ant hill"):
+        folder = tmp_path / "data" / label
+        folder.mkdir(parents=True)
+        for image, height in zip(pixels(2, 20, 30), (10, 20), strict=True):
+            Image.fromarray(image[:height]).save(folder / f"{height}.png")
+    given = {"data": tmp_path / "data", "max_drop": 0.9}
+    made = dk.build(classifier.path, "cpu", out=tmp_path / "e.onnx", **given)
+    assert made.evaluation is not None
+    assert made.evaluation.samples == 6
+
+
 def test_bare_weights_are_not_compared_with_a_file_that_has_a_task(
     classifier: Any, tmp_path: Path
 ) -> None:
