@@ -198,8 +198,8 @@ class Progress:
     """Shows progress; call it with the current step and the completed share, 0 to 1.
 
     The bar takes one line of stderr and is erased at the end; other output on stderr goes above
-    it. Log lines and a bar would mix, so `-v` prints a line for each step instead, with the
-    seconds since the start.
+    it, and so does what the user's code prints, as stdout is for the result. Log lines and a bar
+    would mix, so `-v` prints a line for each step instead, with the seconds since the start.
     """
 
     def __init__(self, what: str, *, bar_only: bool = False) -> None:
@@ -207,6 +207,7 @@ class Progress:
         self.started_s, self.last_s = time.monotonic(), -_QUIET_S
         self.bar: Bar | None = None
         self.task: Any = None
+        self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> Progress:
         if is_terminal(sys.stderr) and not logging.root.handlers:
@@ -226,7 +227,9 @@ class Progress:
                 refresh_per_second=4,
             )
             self.bar.start()
+            self.stack.callback(self.bar.stop)
             self.task = self.bar.add_task("", total=None, what=self.what)  # it pulses
+        self.stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         return self
 
     def __call__(self, text: str, share: float) -> None:
@@ -244,5 +247,4 @@ class Progress:
             note(f"{self.what}: {share * 100:3.0f} %  {message}{after}")
 
     def __exit__(self, *exc: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.stack.close()

@@ -98,7 +98,8 @@ def compare(
     from deploykit.evaluation import compare as proof
 
     given["axis"] = axis_sizes("axis", ",".join(axis or ()))
-    result = proof.compare(**given)
+    with redirect_stdout(sys.stderr):  # what `arch` names may print
+        result = proof.compare(**given)
     output.show(result, tables.compared(result), as_json=as_json)
     result.raise_if_over()
 
@@ -275,7 +276,6 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
     opening = {"device": options["device"], "trust": options["trust"], "batch": max(batches)}
     with (
         Progress("bench") as progress,
-        redirect_stdout(sys.stderr),  # stages may print
         pipeline(path, **opening, on_note=output.note_line) as opened,
     ):
         result = bench_pipeline(opened, path, files, batches, timing, progress)

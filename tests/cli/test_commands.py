@@ -62,6 +62,20 @@ def test_quantize_to_int8_writes_file_manifest_and_accuracy(
     assert manifest.evidence.accuracy.drop.n == 60
 
 
+def test_what_a_metric_prints_leaves_stdout_to_the_result(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("print('read')\ndef f(outputs, labels):\n    print('run'); return 0 * labels\n")
+    ran = run(
+        *("quantize", model, "--to", "fp16", "--data", samples, "--metric", f"{own}:f"),
+        *("--max-drop", 0.5, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["drop"]["n"] == 60
+    assert "\nread\nrun\n" in ran.err
+
+
 def test_an_accuracy_gate_that_fails_keeps_the_file_under_another_name(
     run: Run, model: Path, samples: Path, tmp_path: Path
 ) -> None:
