@@ -194,7 +194,7 @@ _QUIET_S = 5.0  # interval of lines where there is no bar
 _NUMBERS = re.compile(r"[\d,.]+")
 
 
-class Progress:
+class Progress(contextlib.ExitStack):
     """Shows progress; call it with the current step and the completed share, 0 to 1.
 
     The bar takes one line of stderr and is erased at the end; other output on stderr goes above
@@ -203,11 +203,11 @@ class Progress:
     """
 
     def __init__(self, what: str, *, bar_only: bool = False) -> None:
+        super().__init__()
         self.what, self.bar_only, self.step = what, bar_only, ""
         self.started_s, self.last_s = time.monotonic(), -_QUIET_S
         self.bar: Bar | None = None
         self.task: Any = None
-        self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> Progress:
         if is_terminal(sys.stderr) and not logging.root.handlers:
@@ -227,9 +227,9 @@ class Progress:
                 refresh_per_second=4,
             )
             self.bar.start()
-            self.stack.callback(self.bar.stop)
+            self.callback(self.bar.stop)
             self.task = self.bar.add_task("", total=None, what=self.what)  # it pulses
-        self.stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        self.enter_context(contextlib.redirect_stdout(sys.stderr))
         return self
 
     def __call__(self, text: str, share: float) -> None:
@@ -245,6 +245,3 @@ class Progress:
             self.step, self.last_s = step, now_s
             after = f", after {now_s - self.started_s:.1f} s" if verbose else ""
             note(f"{self.what}: {share * 100:3.0f} %  {message}{after}")
-
-    def __exit__(self, *exc: object) -> None:
-        self.stack.close()

@@ -263,8 +263,6 @@ def given_sizes(
     """
     sizes = dict(axis or {})
     if batch is not None:
-        if batch < 1:
-            raise BadInput(f"`batch` must be 1 or more, got {batch}")
         rows = batch_axes(inputs) or (BATCH,)
         if both := sizes.keys() & {*rows}:
             raise BadInput(f"`batch` is the size of `axis` {min(both)}: give one of the two")
@@ -281,7 +279,8 @@ def given_sizes(
                 hint="the dynamic axes are: " + (", ".join(known) or "none"),
             )
         if size < 1:
-            raise BadInput(f"`axis` {name} must be 1 or more, got {size}")
+            what = f"`axis` {name}" if axis and name in axis else "`batch`"
+            raise BadInput(f"{what} must be 1 or more, got {size}")
     return sizes
 
 

@@ -225,15 +225,15 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     elif NOTHING_FOUND in evaluation.why:
         hints = ["give `calib` or `data` on which the model finds something"]
     else:
-        hints, more = list[str](), MORE_SAMPLES in evaluation.why
-        if more:
+        hints = list[str]()
+        if MORE_SAMPLES in evaluation.why:
             hints = ["more samples narrow the interval"]
-        elif evaluation.samples is None:
-            hints = ["real inputs may lose less than random ones: give `data`"]
         elif made.evidence.calibration:
             hints = ["calibrate on more samples, of all kinds"]
-        if half and made.evidence.calibration is None and not more:
+        elif half:
             hints = ["give `calib`: nodes that overflow float16 on these inputs stay in float32"]
+        elif evaluation.samples is None:
+            hints = ["real inputs may lose less than random ones: give `data`"]
         if half and rows:
             hints.append("bf16 has the range of float32")
         if to != "auto":
