@@ -78,7 +78,7 @@ REFUSED = {  # the command line without `deploykit` -> what stderr says
     "export model.onnx -o out": "model.onnx",
     "export evil.pt": "--allow-pickle",
     "inspect evil.pt": "--allow-pickle",
-    "quantize model.onnx": "--to",
+    "quantize model.onnx": "Missing option '--to'. Choose from: fp16, bf16, int8, ",
     "quantize evil.pt --to fp16": "is a PyTorch file",
     "quantize model.onnx --to fp12": "fp12",
     "quantize model.onnx --to INT8": "did you mean int8, int8-dynamic",
