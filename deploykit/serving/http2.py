@@ -23,6 +23,7 @@ from deploykit.core.tensors import Bytes
 from deploykit.serving.transport.connection import BUG, Connection, Limits, MemoryBudget, Port
 
 log = logging.getLogger(__name__)
+logging.getLogger("hpack").setLevel(logging.INFO)  # below, it logs all headers, with tokens
 
 # RFC 9113: frame types, flags and error codes
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4

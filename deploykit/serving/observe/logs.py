@@ -32,6 +32,7 @@ class LogQueue(logging.Handler, Closing):
         super().__init__()
         self.queue = queue.SimpleQueue[logging.LogRecord | None]()  # None: the end
         self.dropped = 0
+        self.replaced: list[logging.Handler] = []
         self._formatter = formatter
         self._fd = os.dup(fd)
         self._worker = worker
@@ -50,7 +51,7 @@ class LogQueue(logging.Handler, Closing):
         """Write the queued lines, for a second at most, and restore the loggers."""
         root = logging.getLogger()
         if self in root.handlers:
-            root.removeHandler(self)
+            root.handlers = self.replaced
             logging.getLogger("deploykit").setLevel(logging.NOTSET)
             self.queue.put(None)
             self._thread.join(CLOSE_S)  # a daemon: perhaps nothing reads its output
@@ -79,14 +80,15 @@ class LogQueue(logging.Handler, Closing):
 def configure(
     kind: str, fd: int = 2, *, worker: int | None = None, level: int = logging.INFO
 ) -> LogQueue:
-    """Send all log lines of this process to `fd`, our own from `level` on, until `close`.
+    """Send all log lines of this process to `fd` alone, our own from `level` on, until `close`.
 
     `kind`: text or json. `worker`: a number to add to each line. Raises BadInput on another kind.
     """
     if kind not in _FORMATTERS:
         raise BadInput(f"`log_format` {kind}: must be one of {', '.join(_FORMATTERS)}")
     handler = LogQueue(_FORMATTERS[kind](), fd, worker)
-    logging.getLogger().addHandler(handler)
+    root = logging.getLogger()
+    handler.replaced, root.handlers = root.handlers, [handler]  # also that of --verbose
     logging.getLogger("deploykit").setLevel(level)
     return handler
 

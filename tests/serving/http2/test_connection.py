@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hpack
 import pytest
 
 from deploykit.serving import http2 as connection
@@ -655,3 +657,11 @@ def client(served: Serving) -> Iterator[Frames]:
         yield client
     with frames(served.port) as after:
         assert first_value(after.call(1, infer_bytes(value=20))) == 41
+
+
+def test_no_level_of_the_log_shows_the_headers_of_a_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        hpack.Decoder().decode(hpack.Encoder().encode([("authorization", "Bearer secret")]))
+    assert "secret" not in caplog.text

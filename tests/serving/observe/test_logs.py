@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -101,6 +102,17 @@ def test_closing_restores_the_loggers_and_other_libraries_log_warnings_alone() -
     assert line.endswith("WARNING asyncio: slow")
     assert (list(root.handlers), ours.level) == before
     assert samples() == []
+
+
+def test_the_handler_of_verbose_does_not_write_the_lines_again() -> None:
+    root, verbose = logging.getLogger(), logging.StreamHandler(io.StringIO())
+    root.addHandler(verbose)
+    try:
+        assert len(lines_of("json", lambda: log.info("once"))) == 1
+        log.warning("later")
+    finally:
+        root.removeHandler(verbose)
+    assert verbose.stream.getvalue() == "later\n"
 
 
 def test_a_record_that_cannot_be_formatted_is_counted_and_skipped() -> None:
