@@ -66,6 +66,8 @@ def _bind_unix(host: str, parameter: str) -> socket.socket:
             if listening.connect_ex(str(path)) == 0:
                 raise OSError(errno.EADDRINUSE, "already in use")
             path.unlink()
+        elif path.exists():
+            raise OSError(errno.EEXIST, "is not a socket; name a path that does not exist")
         listening.bind(str(path))
     except OSError as exc:
         listening.close()

@@ -360,3 +360,13 @@ def test_a_port_whose_last_connections_are_closing_is_free() -> None:
             assert client.recv(1) == b""
     with reserve(*address, "`http_port`") as found, share_address(found) as worker:
         worker.listen()
+
+
+@pytest.mark.parametrize("name", ["", "model.onnx"])
+def test_a_file_or_folder_at_the_path_of_a_socket_is_not_called_in_use(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"kept")
+    with pytest.raises(BadInput, match=f"{tmp_path / name}: is not a socket"):
+        bind(f"unix:{tmp_path / name}", 0)
+    assert (tmp_path / "model.onnx").read_bytes() == b"kept"
