@@ -370,8 +370,8 @@ def _prepare(options: ServeOptions) -> _Service:
         check_readable(file)
     for name, file in (*served.items(), *pipelines.items()):
         if not _NAME.fullmatch(name):  # a part of a URL's path
-            form = "NAME=FILE, with a NAME of letters, digits, '.', '_' or '-', not 'stats'"
-            hint = f"{form}: NAME={file}"
+            form = "1 to 128 letters, digits, '.', '_' or '-', not 'stats'"
+            hint = f"NAME=FILE, with a NAME of {form}: NAME={file}"
             raise BadInput(f"{file}: '{name}' cannot be the name of a model", hint=hint)
     workers = choose_workers(served, options)
     threads = threads_each(options, workers)

@@ -145,6 +145,7 @@ def test_a_file_with_any_name_is_served_under_a_valid_one(model: Path, file: str
     path = model.rename(model.with_name(file))
     with pytest.raises(dk.BadInput, match="cannot be the name of a model") as caught:
         dk.serve(path)
+    assert "of 1 to 128 letters" in caught.value.hint
     assert caught.value.hint.endswith(f"NAME={path}")
     with dk.serve(f"m={path}") as server:
         assert server.models == ("m",)
