@@ -72,7 +72,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
     "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
     "deploykit_shadow_max_error": ("most", "Largest relative error of the compared rows."),
-    "deploykit_shadow_alarm": ("most", "1 while more rows disagree than `shadow_alarm` allows."),
+    "deploykit_shadow_alarm": ("most", "1 while more than 1 % of the rows disagree."),
     # pipelines
     "deploykit_pipeline_requests_total": ("counter", "Requests of a pipeline by outcome."),
     "deploykit_pipeline_seconds": ("histogram", "Time of a successful request of a pipeline."),
