@@ -139,7 +139,7 @@ def test_answers_that_nobody_reads_stay_within_the_budget(
         raws = [server.connect() for _ in range(16 // together)]
         for raw in raws:
             raw.send(ASKED * together)
-        idle = server.server.repository
+        idle = server.server.repository.find("m")
         eventually(lambda: held_bytes(server) > ANSWERS - ANSWER and not idle.unanswered)
         assert buffered(server) <= ANSWERS + len(raws) * SLACK
         assert held_bytes(server) <= ANSWERS + len(raws) * SLACK
