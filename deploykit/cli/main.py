@@ -174,7 +174,9 @@ def _usage_error(exc: Any, message: str) -> BadInput:
         message = f"{parameter.envvar}: {message}"
     if source is not None and source.name == "DEFAULT_MAP":
         message = f"{context.params['config']}: {message}"
-    message = " ".join(message.replace("Value error, ", "").split())  # pydantic's, click's lines
+    # pydantic's words, and click's line breaks
+    message = re.sub("Value error, |, unable to parse string as an? [a-z]+", "", message)
+    message = " ".join(message.replace("Input should be", "must be").split())
     hint, (before, _, choices) = f"see: {command} --help", message.partition(" is not one of ")
     word = before.removesuffix("'").rpartition("'")[2]
     return BadInput(message, hint=did_you_mean(word, re.findall(r"'([^']+)'", choices), hint))

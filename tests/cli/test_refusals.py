@@ -145,7 +145,7 @@ REFUSED = {  # the command line without `deploykit` -> what stderr says
     "serve mean.onnx --pipeline mean=tiles.py": "'mean' is that of a model and of a pipeline",
     "serve --pipeline wrong.py": "'crops' as int",
     "load http://127.0.0.1:1": "127.0.0.1:1",
-    "load http://127.0.0.1:1 --duration long": "--duration",
+    "load http://127.0.0.1:1 --duration long": "'--duration': must be a valid number\n",
     "load http://127.0.0.1:1 --rate 1 --concurrency 1": "rate",
     "load ftp://x": "ftp://x",
     "load unix:none.sock --token-file empty": "token",
