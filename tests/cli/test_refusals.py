@@ -151,7 +151,7 @@ REFUSED = {  # the command line without `deploykit` -> what stderr says
     "load unix:none.sock --token-file empty": "token",
     "health http://user:pw@x": "error: 'http://x' is not a server's URL",
     "bundle m.onnx --profile l4 -o b --to doker": "docker?",
-    "bundle stages.py --profile cpu -o b": "bundle each of its models",
+    "bundle tiles.py --profile cpu -o b": "is not a model file",
 }
 for name in ("two words", "", "ä", "x" * 129):
     REFUSED[f"serve --engine '{name}=mean.onnx'"] = f"'{name}' cannot be the name of a model"
