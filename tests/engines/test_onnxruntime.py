@@ -91,6 +91,12 @@ def test_a_file_that_cannot_be_opened_is_refused_by_name(tmp_path: Path, case: s
         open_engine(make(tmp_path), "cpu")
 
 
+def test_the_hint_for_bfloat16_names_types_that_are_taken(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported) as caught:
+        open_engine(REFUSED["bfloat16"][0](tmp_path), "cpu")
+    assert "float32" in caught.value.hint
+
+
 def test_a_failure_inside_the_graph_names_the_file(tmp_path: Path) -> None:
     head, shape = "(float[N,4] x) => (float[8] y)", {"s": np.array([8], np.int64)}
     with open_engine(write_text(tmp_path, head, "y = Reshape(x, s)", shape), "cpu") as engine:

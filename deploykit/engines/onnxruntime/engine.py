@@ -311,7 +311,7 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
             f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
             hint="convert it again without ZipMap: to_onnx(..., options={'zipmap': False})"
             if "map(" in node.type  # as skl2onnx writes the probabilities of a classifier
-            else "export the model so that it takes and returns tensors of numbers or strings",
+            else "export the model with tensors of float32, integers, booleans or strings",
         )
     return TensorSpec(node.name, dtype, name_axes(node.name, node.shape))
 
