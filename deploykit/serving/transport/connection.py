@@ -534,9 +534,9 @@ class Port(ABC):
             self._closing = self.close_idle()
         return above <= self._closing
 
-    def close_idle(self) -> int:
-        """Close the connections that are idle for longest; return how many."""
-        last_s = self.now_s - _IDLE_S
+    def close_idle(self, least_s: float = _IDLE_S) -> int:
+        """Close the connections that are idle for longest, `least_s` or more; return how many."""
+        last_s = self.now_s - least_s
         found = [(each.idle_since_s, each) for each in self.connections]
         idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
         chosen = heapq.nsmallest(CLOSED_AT_ONCE, idle, key=itemgetter(0))

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 UNIX = "unix:"  # before the path of a socket, in place of a host
 PAUSE_S = 0.2  # pause after running out of file descriptors
+_EXHAUSTED_IDLE_S = 5.0  # then a connection is closed where file descriptors lack
 _BURST = 200  # connections accepted per turn of the event loop: about 20 ms
 _HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond of it
 
@@ -203,7 +204,7 @@ class Acceptor:
     def _pause(self, exc: OSError) -> None:
         log.warning("connections cannot be accepted for now: %s", os_reason(exc))
         if self._open:
-            self.port.close_idle()
+            self.port.close_idle(_EXHAUSTED_IDLE_S)
             self._drop_oldest(CLOSED_AT_ONCE)
             self._loop.remove_reader(self._socket)
             self._paused = self._loop.call_later(PAUSE_S, self.open)
