@@ -84,6 +84,8 @@ def test_a_checkpoint_of_somebody_elses_recipe_asks_for_the_architecture(tmp_pat
         with pytest.raises(BadInput, match="does not come with deploykit") as caught:
             load_module(tmp_path / "m.pt")
         assert "`arch`" in str(caught.value.hint)
+        inputs, outputs, details = look(tmp_path / "m.pt")  # which needs no recipe
+        assert (inputs, outputs, details["recipe"]) == ((INPUT,), (INPUT,), name)
     torch.save({"deploykit_checkpoint": 99, "state_dict": {}}, tmp_path / "x.pt")
     with pytest.raises(BadInput, match="version 99"):
         open_engine(tmp_path / "x.pt")

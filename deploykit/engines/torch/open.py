@@ -211,8 +211,9 @@ def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], di
     }
     if content.source != "checkpoint":
         return (), (), details
-    loaded = load_module(path)
-    return loaded.inputs, loaded.outputs, {**details, "recipe": loaded.recipe}
+    saved = _facts(path, content.value)
+    inputs, outputs = (tuple(map(parse_spec, specs)) for specs in (saved.inputs, saved.outputs))
+    return inputs, outputs, {**details, "recipe": saved.recipe}
 
 
 def _from_whole_model(
@@ -243,17 +244,14 @@ def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
     return tensors
 
 
-def _from_checkpoint(
-    path: Path, content: Content, arch: str | None, wanted: Sequence[TensorSpec]
-) -> Loaded:
-    document, where = content.value, f"{path}: is a damaged deploykit checkpoint"
-    version = document["deploykit_checkpoint"]
+def _facts(path: Path, document: Mapping[str, Any]) -> Checkpoint:
+    where, version = f"{path}: is a damaged deploykit checkpoint", document["deploykit_checkpoint"]
     if version != CHECKPOINT_VERSION:
         raise BadInput(
             f"{path}: is a checkpoint of version {version}, this is {CHECKPOINT_VERSION}"
         )
     saved: Checkpoint = from_json(Checkpoint, document, where)
-    name, sizes, image, preprocess = saved.recipe, saved.sizes, saved.image, saved.preprocess
+    sizes, image, preprocess = saved.sizes, saved.image, saved.preprocess
     if not all(isinstance(key, str) and 0 < size <= _LARGEST_SIZE for key, size in sizes.items()):
         raise BadInput(f"{where}: its sizes are {sizes}")
     if image is not None and min(image.height, image.width) < 1:
@@ -262,6 +260,14 @@ def _from_checkpoint(
         len(preprocess.mean) != len(preprocess.std) or min(preprocess.std, default=0) <= 0
     ):
         raise BadInput(f"{where}: its 'preprocess' is {preprocess}")
+    return saved
+
+
+def _from_checkpoint(
+    path: Path, content: Content, arch: str | None, wanted: Sequence[TensorSpec]
+) -> Loaded:
+    saved = _facts(path, content.value)
+    name, sizes, image, preprocess = saved.recipe, saved.sizes, saved.image, saved.preprocess
     inputs, outputs = (tuple(map(parse_spec, specs)) for specs in (saved.inputs, saved.outputs))
     if wanted and tuple(wanted) != inputs:
         raise BadInput(
@@ -275,7 +281,7 @@ def _from_checkpoint(
         with users_code(f"{path}: the recipe's build failed with the sizes {sizes}"):
             module = recipe.sized_for(sizes).build()
     notes = copy_weights(path, module, _weights_of(path, content))
-    if recipe is not None and "preprocess" not in document:
+    if recipe is not None and "preprocess" not in content.value:
         preprocess = recipe.preprocess
     elif recipe is not None and preprocess != recipe.preprocess:
         own = f"pixels are normalised as in training, {preprocess}"
