@@ -152,7 +152,7 @@ LINK_REASON = (
 )
 _LINK_NAME = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP|SCTP)")
 _OTHER_VARIABLES = (f"{ENVIRONMENT}_CACHE", f"{ENVIRONMENT}_CONTAINERS")
-_PARAMETER = re.compile(r"`(\w+)`")
+_PARAMETER = re.compile(r"(?<!the recipe's )`(\w+)`")  # a recipe's fields are no options
 _Sections = dict[str, list[tuple[str, str]]]
 
 

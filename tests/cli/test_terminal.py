@@ -184,11 +184,13 @@ def test_a_parameter_in_an_error_is_spelled_as_its_flag(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise BadInput("`max_drop` and `other_nodes` of `model`: `other`", hint="lower `max_drop`")
+        message = "`max_drop` and `other_nodes` of `model`: `other`, the recipe's `inputs`"
+        raise BadInput(message, hint="lower `max_drop`")
 
     monkeypatch.setattr("deploykit.quantization.quantize.quantize", refuse)
     ran = run("quantize", model, "--to", "fp16")
-    assert ran.error() == "error: --max-drop and --other-nodes of MODEL: `other`"
+    spelled = "--max-drop and --other-nodes of MODEL: `other`, the recipe's `inputs`"
+    assert ran.error() == f"error: {spelled}"
     assert "hint: lower --max-drop" in ran.err
 
 
