@@ -43,7 +43,8 @@ def check_arguments(function: Callable[..., object], given: Mapping[str, object]
     kinds = get_type_hints(function)
     for name, value in given.items():
         if not _fits(value, kinds[name]):
-            raise BadInput(f"`{name}` must be {_describe(kinds[name])}, got {quote(value)}")
+            limit = " within 64 bits" * (type(value) is int and value.bit_length() > _MOST_BITS)
+            raise BadInput(f"`{name}` must be {_describe(kinds[name])}{limit}, got {quote(value)}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

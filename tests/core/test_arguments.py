@@ -55,7 +55,7 @@ ENGINE = {"engine": "model.onnx", "data": "a.npz", "out": "out.npz"}
         (serve, {"reload": "no"}, "`reload` must be bool, got 'no'"),
         (bench, {"axis": "T=8"}, "`axis` must be "),
         (load_test, {"rate": "200"}, "`rate` must be float"),
-        (load_test, {"batch": 10**400}, "`batch` must be int"),
+        (load_test, {"batch": 10**400}, "`batch` must be int within 64 bits"),
         (plan, {"profiles": ["l4", 5]}, "`profiles` must be "),
         (plan, {"on_progress": True}, "`on_progress` must be Callable[[str, float], None]"),
         (
