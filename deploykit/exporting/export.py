@@ -571,7 +571,8 @@ def _open_source(
 
     feeds: dict[str, np.ndarray] = {}
     most: dict[str, int] = {}
-    specs = tuple(parse_spec(_without_most(text, most)) for text in inputs)
+    texts = [inputs] if isinstance(inputs, str) else inputs  # a string has letters, too
+    specs = tuple(parse_spec(_without_most(text, most)) for text in texts)
     if isinstance(example, (str, os.PathLike)):
         raise BadInput("`example_inputs` is a path: the file to write is `out`", hint="out=...")
     if example is not None and specs:

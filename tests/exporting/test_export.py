@@ -301,6 +301,11 @@ def test_float64_bounds_the_error_only_where_float32_is_not_exact(
     assert [row.float32_error for row in once.parity.rows] == [None] * 4
 
 
+def test_the_only_input_needs_no_list(tmp_path: Path) -> None:
+    made = dk.export(torch.nn.Linear(4, 3), inputs="x:float32[N,4]", out=tmp_path / "m.onnx")
+    assert [str(each) for each in made.manifest.inputs] == ["x:float32[N,4]"]
+
+
 class Packed(torch.nn.Module):  # type: ignore[misc, name-defined]
     def __init__(self, *keys: Any) -> None:
         super().__init__()
