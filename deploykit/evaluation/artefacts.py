@@ -93,7 +93,7 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
     if end in _KNOWN - set(_ENDS[kind]):
         raise BadInput(
             f"{place}: the name says {end}, and the file would be {_ENDS[kind][0]}",
-            hint=f"`out` {place.with_suffix(_ENDS[kind][0])}",
+            hint=f"`{kind if kind == CHECKPOINT else 'out'}` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
     given = tuple(paths(inputs))

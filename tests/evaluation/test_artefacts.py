@@ -78,6 +78,9 @@ def test_a_checkpoint_is_no_other_file_of_its_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="would be overwritten"):
         claim_run((out, state), checkpoint=state)  # neither is there yet
     claim_run((out,), checkpoint=state)
+    with pytest.raises(BadInput, match=r"the name says \.pt") as refused:
+        claim_run((), checkpoint=out)
+    assert refused.value.hint == f"`checkpoint` {out.with_suffix('.ckpt')}"
 
 
 def test_an_error_names_no_file_of_the_folder_that_is_gone(tmp_path: Path) -> None:
