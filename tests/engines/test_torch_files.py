@@ -386,7 +386,9 @@ def test_a_program_runs_with_its_constants_and_nested_inputs_in_place(busy: Path
 
 
 def test_a_program_takes_no_other_description_of_its_inputs(busy: Path) -> None:
-    with pytest.raises(BadInput, match=r"busy\.pt2: states its own inputs"):
+    own = opened(busy).inputs
+    assert opened(busy, *map(str, own)).inputs == own
+    with pytest.raises(BadInput, match=r"states its own inputs, x:float32\[N,4\], d_ids:"):
         opened(busy, "x:float32[N,4]")
 
 

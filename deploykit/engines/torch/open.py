@@ -221,10 +221,12 @@ def _from_whole_model(
 ) -> Loaded:
     with module_errors(path):
         if content.source == "torch.export":
-            if inputs:
+            loaded = _from_program(path, content)
+            if inputs and (tuple(inputs) != loaded.inputs or (example and example.arrays)):
+                stated = ", ".join(map(str, loaded.inputs))
                 hint = "leave `inputs` and `example_inputs` out"
-                raise BadInput(f"{path}: states its own inputs", hint=hint)
-            return _from_program(path, content)
+                raise BadInput(f"{path}: states its own inputs, {stated}", hint=hint)
+            return loaded
         module, notes = content.value.cpu(), content.notes
         if not isinstance(module, torch.jit.ScriptModule):
             halves = sum(each.dtype == torch.float16 for each in module.state_dict().values())
