@@ -307,7 +307,7 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
     user typed it.
     """
     if arch is not None:
-        return load_recipe(arch) if arch.endswith(".py") or arch == name else None
+        return load_recipe(arch) if arch.endswith((".py", ":RECIPE")) or arch == name else None
     try:
         find_bundled(name)
     except NotFound:
