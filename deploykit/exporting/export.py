@@ -627,4 +627,4 @@ def _without_most(text: str, most: dict[str, int]) -> str:
             )
         return axis
 
-    return re.sub(r"(\w+)\s*<=\s*(\w*)", keep, text)
+    return re.sub(r"([^\W\d]\w*)\s*<=\s*(\w*)", keep, text)

@@ -418,6 +418,8 @@ def test_specs_find_or_state_the_largest_size(tmp_path: Path, spec: str, note: s
     for wrong in ("T<=1", "T<=many", "T<="):
         with pytest.raises(dk.BadInput, match="the largest size of axis T is a number of 2 or mo"):
             dk.export(module, inputs=[f"x:float32[N,{wrong}]"], out=tmp_path / "m.onnx")
+    with pytest.raises(dk.BadInput, match="'8<=9' is neither a size nor a name"):
+        dk.export(module, inputs=["x:float32[N,8<=9]"], out=tmp_path / "m.onnx")
 
 
 def test_values_of_an_example_at_other_sizes_stay_what_they_are() -> None:
