@@ -193,7 +193,7 @@ def _with_image(
             if text
             else "one input is the image; wrap the model in a module that makes the others itself",
         )
-    for key in ("tokenizer", "max_length"):
+    for key in ("tokenizer", "max_length", "pooling"):
         if getattr(options, key) is not None:
             raise BadInput(f"`{key}` is for a text, and the model takes an image")
     spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)

@@ -200,6 +200,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of what classifies
     "boxes": (DETECT | {"boxes": 0}, "`boxes` must be from 1 to 3840, got 0"),
     "tokenizer": ({"tokenizer": "t.json"}, "`tokenizer` does not go with `task` class"),
     "length": (EMBED | {"max_length": 9}, "`max_length` is for a text, and the model takes an ima"),
+    "pooling": (EMBED | {"pooling": "cls"}, "`pooling` is for a text, and the model takes an ima"),
     "batch": ({"batch": 4}, "`task`: the batch is a single item, or of any size"),
     "text": ({"task": "text-classify", "preprocess": None}, "no input holds token ids"),
     "no preprocess": ({"preprocess": None}, "nothing says how the pixels are normal"),
