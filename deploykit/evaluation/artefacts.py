@@ -88,18 +88,18 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
     `kind`: one of `_ENDS`. `inputs`: all that the command reads: paths and artefacts; anything else
     is skipped. Raises BadInput.
     """
-    place = Path(out)
-    end = place.suffix.lower()
+    place, end = Path(out), Path(out).suffix.lower()
+    option = {SPLIT: "save_splits", CHECKPOINT: "checkpoint"}.get(kind, "out")
     if end in _KNOWN - set(_ENDS[kind]):
         raise BadInput(
             f"{place}: the name says {end}, and the file would be {_ENDS[kind][0]}",
-            hint=f"`{kind if kind == CHECKPOINT else 'out'}` {place.with_suffix(_ENDS[kind][0])}",
+            hint=f"`{option}` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
     given = tuple(paths(inputs))
     if kind in _MARKS:
         check_inputs((place,), given)
-        check_owned((place,), {place.name} if _marked(place, kind) else (), force)
+        check_owned((place,), {place.name} if _marked(place, kind) else (), force, option)
         return place
     check_utf8(place)
     written = [place, rejected(place)]
@@ -201,19 +201,19 @@ def check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool =
 
 
 def overwrites(file: Path) -> BadInput:
-    return BadInput(
-        f"{file}: is an input of this command, and would be overwritten",
-        hint="choose another `out`",
-    )
+    message = f"{file}: is an input of this command, and would be overwritten"
+    return BadInput(message, hint="choose another `out`")
 
 
-def check_owned(files: Iterable[Path], ours: Collection[str], force: bool) -> None:
+def check_owned(
+    files: Iterable[Path], ours: Collection[str], force: bool, option: str = "out"
+) -> None:
     """Raise BadInput for a file whose name is not among `ours`, those that deploykit wrote."""
     for file in files:
         if not force and os.path.lexists(file) and file.name not in ours:
             raise BadInput(
                 f"{file}: exists, and is not what deploykit wrote there",
-                hint="choose another `out`, or replace the file with `force`",
+                hint=f"choose another `{option}`, or replace the file with `force`",
             )
 
 

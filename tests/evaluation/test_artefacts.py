@@ -24,7 +24,15 @@ from deploykit.core.evidence import Evidence
 from deploykit.core.files import manifest_path
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import verify
-from deploykit.evaluation.artefacts import Made, claim_run, keep, onnx_manifest, reject, stage
+from deploykit.evaluation.artefacts import (
+    Made,
+    claim_run,
+    claim_splits,
+    keep,
+    onnx_manifest,
+    reject,
+    stage,
+)
 from deploykit.evaluation.verify import open_proven
 from deploykit.graph.graph import Graph
 from tests.support.bundles import proven_model
@@ -72,7 +80,7 @@ def test_changed_external_weights_are_refused(tmp_path: Path) -> None:
         dk.inspect(tmp_path / "m.onnx")
 
 
-def test_a_checkpoint_is_no_other_file_of_its_run(tmp_path: Path) -> None:
+def test_what_a_run_writes_next_to_its_model_is_no_file_of_others(tmp_path: Path) -> None:
     out = tmp_path / "m.pt"
     state = tmp_path / "d.ckpt"
     with pytest.raises(BadInput, match="would be overwritten"):
@@ -81,6 +89,10 @@ def test_a_checkpoint_is_no_other_file_of_its_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"the name says \.pt") as refused:
         claim_run((), checkpoint=out)
     assert refused.value.hint == f"`checkpoint` {out.with_suffix('.ckpt')}"
+    (tmp_path / "test.npz").write_bytes(b"mine")
+    with pytest.raises(BadInput, match="is not what deploykit wrote there") as refused:
+        claim_splits(tmp_path, ())
+    assert "another `save_splits`" in str(refused.value.hint)
 
 
 def test_an_error_names_no_file_of_the_folder_that_is_gone(tmp_path: Path) -> None:
