@@ -571,8 +571,8 @@ def _open_source(
 
     feeds: dict[str, np.ndarray] = {}
     most: dict[str, int] = {}
-    texts = [inputs] if isinstance(inputs, str) else inputs  # a string has letters, too
-    specs = tuple(parse_spec(_without_most(text, most)) for text in texts)
+    listed = [inputs] if isinstance(inputs, str) else inputs  # a string has letters, too
+    specs = tuple(parse_spec(_without_most(text, most)) for text in listed)
     if isinstance(example, (str, os.PathLike)):
         raise BadInput("`example_inputs` is a path: the file to write is `out`", hint="out=...")
     if example is not None and specs:
@@ -590,8 +590,8 @@ def _open_source(
         if not live.is_module(model):
             kind = type(model).__name__
             raise BadInput(f"`model` is a {kind}: a path or an nn.Module is needed")
-        name, weights = live.name_of(model), live.hash_weights(model)
         loaded = live.load_live(model, specs, given)
+        name, weights = live.name_of(model), live.hash_weights(model)
         record = SourceRecord(loaded.source, weights, False, name, notes=loaded.notes)
         return ExportSource(name.rpartition(".")[2], loaded, (weights,), record)
     loaded = runtime.load_module(

@@ -80,7 +80,7 @@ def test_changed_external_weights_are_refused(tmp_path: Path) -> None:
         dk.inspect(tmp_path / "m.onnx")
 
 
-def test_what_a_run_writes_next_to_its_model_is_no_file_of_others(tmp_path: Path) -> None:
+def test_a_checkpoint_and_splits_replace_no_other_file(tmp_path: Path) -> None:
     out = tmp_path / "m.pt"
     state = tmp_path / "d.ckpt"
     with pytest.raises(BadInput, match="would be overwritten"):

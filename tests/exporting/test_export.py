@@ -301,6 +301,22 @@ def test_float64_bounds_the_error_only_where_float32_is_not_exact(
     assert [row.float32_error for row in once.parity.rows] == [None] * 4
 
 
+@pytest.mark.parametrize(
+    ("module", "cure"),
+    [
+        (torch.nn.Linear(4, 3, device="meta"), "give the model its weights first"),
+        (torch.nn.LazyLinear(3), "run the model once before the export"),
+    ],
+    ids=["meta", "lazy"],
+)
+def test_a_model_without_weights_is_refused_with_the_cure(
+    module: Any, cure: str, tmp_path: Path
+) -> None:
+    with pytest.raises(dk.BadInput) as refused:
+        dk.export(module, torch.rand(2, 4), out=tmp_path / "m.onnx")
+    assert cure in str(refused.value.hint)
+
+
 def test_the_only_input_needs_no_list(tmp_path: Path) -> None:
     made = dk.export(torch.nn.Linear(4, 3), inputs="x:float32[N,4]", out=tmp_path / "m.onnx")
     assert [str(each) for each in made.manifest.inputs] == ["x:float32[N,4]"]
