@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,7 @@ matcher: Any = sys.modules.get("onnxscript.rewriter._matcher", SimpleNamespace()
 _SMALL, _LARGE, _STEP = 2, 64, 32
 _FOLDED_ELEMENTS = 1 << 24  # torch folds to 8192 only, and leaves an LSTM's weights in slices
 
+_ALONE = threading.RLock()  # what an export changes in torch and Python all threads see
 _GRAPH = ir.AttributeType.GRAPH
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 _FROZEN = "might cause the trace to be incorrect"  # part of a warning of the older exporter
@@ -163,7 +165,7 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
     makes a size a constant, as `len(x)` does. Raises NotExported.
     """
     example, shapes = job.example(), job.dynamic_shapes(named=named)
-    with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
+    with _ALONE, _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
         try:
             options = {"dynamic_shapes": shapes, "custom_translation_table": translations()}
             graph = job.run(job.module, example, dynamo=True, **options).model
@@ -194,7 +196,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, .
         for spec in (*job.inputs, *job.outputs)
     }
     file = Path(tempfile.mkdtemp(dir=folder)) / "model.onnx"
-    with _exporting() as warned, _no_output():
+    with _ALONE, _exporting() as warned, _no_output():
         try:
             module, example = job.module, job.example()
             if is_scripted(module) and not isinstance(module, _SCRIPTED):
@@ -241,7 +243,7 @@ def watch_calls(job: ExportJob) -> CallWatch:
     """Run the module, and return which line of the user's code called which operator."""
     watch = CallWatch(job.module)
     example = job.example()
-    with _exporting(), contextlib.suppress(*_RAISED), watch.of(example):
+    with _ALONE, _exporting(), contextlib.suppress(*_RAISED), watch.of(example):
         job.module(*example)
         watch.ended = True
     return watch
@@ -258,12 +260,11 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     torch.backends.mha.set_fastpath_enabled(False)
     # the optimizer takes 1e-8 for 0 and removes it: x / (norm + 1e-8) would be NaN where x is 0
     matcher.math = SimpleNamespace(isclose=lambda value, constant, **_: value == constant)
-    silent = io.StringIO()
     try:
         with (
             torch.no_grad(),
             warnings.catch_warnings(record=True) as warned,
-            contextlib.redirect_stdout(silent),
+            contextlib.redirect_stdout(silent := io.StringIO()),
             contextlib.redirect_stderr(silent),
             quiet("torch", "onnxscript", "onnx_ir"),
         ):
@@ -391,8 +392,7 @@ def _expand_mask(node: Any) -> None:
 
 
 def _axes(value: Any) -> list[int | str | None]:
-    shape = value.shape if value.shape is not None else ()
-    return [dim if isinstance(dim, int) else dim.value for dim in shape]
+    return [dim if isinstance(dim, int) else dim.value for dim in value.shape or ()]
 
 
 def _maker(value: Any, kind: str) -> Any:

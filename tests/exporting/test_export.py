@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,15 @@ def test_a_model_without_weights_is_refused_with_the_cure(
     with pytest.raises(dk.BadInput) as refused:
         dk.export(module, torch.rand(2, 4), out=tmp_path / "m.onnx")
     assert cure in str(refused.value.hint)
+
+
+def test_threads_export_one_after_the_other(tmp_path: Path) -> None:
+    def export(name: str) -> bool:
+        made = dk.export(torch.nn.Linear(4, 3), torch.rand(2, 4), out=tmp_path / name)
+        return made.manifest.evidence.parity.passed
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(export, ("a.onnx", "b.onnx", "c.onnx")))
 
 
 def test_the_only_input_needs_no_list(tmp_path: Path) -> None:
