@@ -317,6 +317,8 @@ def _notes(
     rows: Sequence[RowInBoth],
     pairs: Sequence[tuple[Point, Point]],
 ) -> Iterator[str]:
+    if a == b:
+        yield "both are the report of the same run, so nothing can differ"
     if any(point.processes <= 1 for pair in pairs for point in pair):
         yield (
             f"timed in one process: {PROCESS_SPREAD * 100:g} % from process to process is assumed, "

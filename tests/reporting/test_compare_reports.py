@@ -197,6 +197,11 @@ def test_a_baseline_that_moved_is_named(compare: Compare) -> None:
     assert not any(moved in each for each in compare(A, rebuilt).notes)
 
 
+def test_a_report_that_is_compared_with_itself_is_named(compare: Compare) -> None:
+    assert any("the same run" in each for each in compare(A, A).notes)
+    assert not any("the same run" in each for each in compare(A, B).notes)
+
+
 def test_the_processes_are_the_unit_where_there_are_several(compare: Compare) -> None:
     """Nothing is assumed then, and the degrees of freedom are those of the processes."""
     widths, assumed = {}, {}
