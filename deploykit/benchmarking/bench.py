@@ -280,7 +280,7 @@ def _describe_method(timing: Timing, points: Sequence[Point]) -> str:
     number = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
     return (
         f"each point: {timing.seconds:g} s in {number} rounds after "
-        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; in host memory; {where}"
+        f"about {timing.warmup_s:.3g} s of warm-up; setups interleaved; in host memory; {where}"
     )
 
 

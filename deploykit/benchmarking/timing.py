@@ -269,7 +269,7 @@ def _warm_up(run: Callable[[float], Block], limit_s: float) -> tuple[str, float]
         if len(last) == _LAST and max(last) <= _STABLE * min(last):
             return "", call_s
         if spent_s >= limit_s:
-            return f"not yet steady after {limit_s:g} s of warm-up", call_s
+            return f"not yet steady after {limit_s:.3g} s of warm-up", call_s
 
 
 def rose(rates: Sequence[float]) -> str:
