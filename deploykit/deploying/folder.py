@@ -236,7 +236,8 @@ def read_bundle(folder: Path) -> Bundle:
     path = folder / BUNDLE_FILE
     with read_errors(folder):
         if not folder.is_dir():
-            raise NotFound(f"{folder}: is not a folder", hint="unpack a .tar first: tar -xf")
+            why = "is not a folder" if folder.exists() else "no such folder"
+            raise NotFound(f"{folder}: {why}", hint="unpack a .tar first: tar -xf")
         if not path.exists():
             raise NotFound(f"{folder}: is no bundle: it has no {BUNDLE_FILE}", hint=_WRITER)
     if check_readable(path).stat().st_size > 4 << 20:

@@ -309,6 +309,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "added below": (lambda f: (f / "model" / "x").touch(), "model/x: is not a file of this bundle"),
     "link": (lambda f: (f / "a").symlink_to("/etc"), "a: is a link or no regular file"),
     "pipe": (lambda f: os.mkfifo(f / "a"), "a: is a link or no regular file"),
+    "nowhere": (shutil.rmtree, "out: no such folder"),
     "no bundle.json": (lambda f: (f / "bundle.json").unlink(), "is no bundle: it has no"),
     "no sums": (lambda f: (f / "SHA256SUMS").unlink(), "SHA256SUMS: is missing"),
     "not JSON": (text("{"), "bundle.json: is not valid JSON"),
