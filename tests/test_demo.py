@@ -95,7 +95,7 @@ def test_it_ends_with_the_table_and_the_reports_path(
         assert any(line.startswith(row) for line in lines), row
     assert (out / "report.html").stat().st_size < 1_000_000
     text = (out / "report.md").read_text()
-    assert "its accuracy decides" in text
+    assert "✓ met" in text
     assert "NOT " not in text  # nothing was not met
 
 

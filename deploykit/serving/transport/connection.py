@@ -531,10 +531,10 @@ class Port(ABC):
         above = len(self.connections) - self.limits.connections
         if above > self._closing and self._searched_s != self.now_s:
             self._searched_s = self.now_s
-            self._closing = self.close_idle()
+            self._closing = self.close_idle(_IDLE_S)
         return above <= self._closing
 
-    def close_idle(self, least_s: float = _IDLE_S) -> int:
+    def close_idle(self, least_s: float) -> int:
         """Close the connections that are idle for longest, `least_s` or more; return how many."""
         last_s = self.now_s - least_s
         found = [(each.idle_since_s, each) for each in self.connections]

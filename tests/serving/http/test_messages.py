@@ -362,7 +362,7 @@ def test_without_file_descriptors_idle_connections_are_closed(
 
             def later() -> None:
                 patch.setattr(listener, "tick", lambda *_: None)
-                patch.setattr(listener, "now_s", listener.now_s + 2)
+                patch.setattr(listener, "now_s", listener.now_s + 6)
                 acceptor._pause(OSError(errno.EMFILE, ""))
 
             server.server._loop.call_soon_threadsafe(later)
